@@ -1,0 +1,14 @@
+"""A sparse working set in GPU memory, the full KV cache in host memory, for any transformers model."""
+
+from .attach import UnsupportedModelError, detach
+from .cache import OasisCache
+from .config import ConfigError, OasisConfig
+from .drafters import Drafter, DrafterError, OracleDrafter, PreviousDrafter, PromptLookupDrafter
+from .store import HostMemoryError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError", "Drafter", "DrafterError", "HostMemoryError", "OasisCache", "OasisConfig", "OracleDrafter",
+    "PreviousDrafter", "PromptLookupDrafter", "UnsupportedModelError", "__version__", "detach",
+]  # fmt: skip

@@ -1,0 +1,224 @@
+"""`OasisConfig`: every knob of the cache, validated once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Mapping
+
+BLOCK = 16
+"""Tokens in a block, the unit of selection, transfer and eviction (paper, section 4)."""
+
+TAIL = 8
+"""Most query tokens of one decode step: the new token and its drafts."""
+
+LOOKAHEADS = ("draft", "previous", "smoothed", "oracle", "on_demand", "none")
+SUMMARY_DTYPES = ("model", "int8")
+HOST_DTYPES = ("model", "float32", "float16", "bfloat16")
+REDUCTIONS = ("max", "mean", "softmax-mean")
+STORES = ("host", "resident")
+
+
+class ConfigError(ValueError):
+    """A knob of `OasisConfig` has a value that is not allowed."""
+
+
+def _fail(knob: str, value: Any, allowed: str) -> None:
+    raise ConfigError(f"OasisConfig.{knob}={value!r} is not allowed: use {allowed}.")
+
+
+def _check_choice(knob: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        _fail(knob, value, "one of " + ", ".join(repr(c) for c in choices))
+
+
+def _check_int(knob: str, value: Any, low: int, high: int | None = None, none_ok: bool = False) -> None:
+    if none_ok and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        span = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+        _fail(knob, value, span + (" or None" if none_ok else ""))
+
+
+def _check_number(knob: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+    if not ok or (open_low and value == low):
+        _fail(knob, value, f"a number {'above' if open_low else 'from'} {low} {'up ' if open_low else ''}to {high}")
+
+
+@dataclass(frozen=True)
+class OasisConfig:
+    """Knobs of an `OasisCache`. Frozen; a wrong value raises `ConfigError` naming the knob and what is allowed.
+
+    Args:
+        budget: working set in tokens a KV head, the open block's included; `S = ceil(budget / 16)` slots,
+            of which `K = S - 1` are selectable. The paper's setting is 2064 (K = 128).
+        budget_bytes: the working set in bytes of device memory instead, over all sparse layers, rows and KV heads
+            of the cache; resolved to whole slots when the first prompt arrives. Excludes `budget`.
+        block_size: tokens a block; 16 is the only size.
+        fetch_ratio: the fetch cap as a share of K: at most `C = max(1, round(fetch_ratio * K))` blocks a KV head
+            a layer a step (paper, table 2).
+        lookahead: whose queries predict the next step's blocks. `"draft"`: the drafter's rows; `"previous"`: the
+            current token's; `"smoothed"`: the mean over the last `smooth_queries` tokens' standardised scores;
+            `"oracle"`: a drafter told the true next token; `"on_demand"`: the current token's own query, fetched
+            on the critical path and uncapped; `"none"`: the first selection stays. A mix is a mapping such as
+            `{"draft": 0.7, "previous": 0.3}`.
+        smooth_queries: how many recent queries `"smoothed"` averages (also the fallback of rows without a draft).
+        scorer: a name in `oasis_hf.scorers.SCORERS`: `"minmax"` (Quest's upper bound, the paper's) or
+            `"midrange"` (midpoint + `half_range` x half-range).
+        half_range: lambda of the `"midrange"` scorer.
+        reduction: how the query heads of a group become one score a KV head: `"max"` or `"mean"` of raw scores,
+            or `"softmax-mean"`, the mean over heads of the softmax over blocks.
+        summary_dtype: `"model"`, or `"int8"` with one scale a vector.
+        tokens_per_summary: 16, 8 or 4: a block holds 1, 2 or 4 summaries.
+        sink_blocks, recent_blocks: first and last closed blocks that always score +inf; they count in K.
+        host_dtype: dtype of the pages in the host store; `"model"` keeps the model's own.
+        host_capacity_tokens: reserve and commit this many tokens a row before the first prompt; a longer row raises.
+        store: `"host"` (pages in host memory) or `"resident"` (the full KV on the model's device, same selection:
+            for comparison).
+        speculate: return a verified draft's logits without a forward (memoised acceptance). Off: the draft row is
+            lookahead only, as in the paper.
+        draft_tokens: verified drafts a step when `speculate` is on (one more row is stacked as lookahead).
+        sliding_slack: tokens beyond the window that a sliding-window layer keeps, so that `crop` can restore them.
+        progress: show a bar during prefill.
+        seed: order in which equally old victims are evicted; 0 is slot order, others a fixed permutation.
+    """
+
+    budget: int | None = None
+    budget_bytes: int | None = None
+    block_size: int = BLOCK
+    fetch_ratio: float = 0.05
+    lookahead: str | Mapping[str, float] = "draft"
+    smooth_queries: int = 4
+    scorer: str = "midrange"
+    half_range: float = 0.5
+    reduction: str = "softmax-mean"
+    summary_dtype: str = "int8"
+    tokens_per_summary: int = 8
+    sink_blocks: int = 0
+    recent_blocks: int = 0
+    host_dtype: str = "model"
+    host_capacity_tokens: int | None = None
+    store: str = "host"
+    speculate: bool = False
+    draft_tokens: int = 1
+    sliding_slack: int = 64
+    progress: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        from .scorers import SCORERS
+
+        if self.budget is not None and self.budget_bytes is not None:
+            _fail("budget_bytes", self.budget_bytes, "either budget (tokens) or budget_bytes, not both")
+        if self.budget is None and self.budget_bytes is None:
+            object.__setattr__(self, "budget", 2064)
+        _check_int("budget", self.budget, 2 * BLOCK, none_ok=True)
+        _check_int("budget_bytes", self.budget_bytes, 1, none_ok=True)
+        if self.block_size != BLOCK:
+            _fail("block_size", self.block_size, f"{BLOCK}, the only block size")
+        _check_number("fetch_ratio", self.fetch_ratio, 0.0, 1.0, open_low=True)
+        self._check_lookahead()
+        _check_int("smooth_queries", self.smooth_queries, 1, 64)
+        _check_choice("scorer", self.scorer, tuple(SCORERS))
+        _check_number("half_range", self.half_range, 0.0, 1.0)
+        _check_choice("reduction", self.reduction, REDUCTIONS)
+        _check_choice("summary_dtype", self.summary_dtype, SUMMARY_DTYPES)
+        if self.tokens_per_summary not in (16, 8, 4):
+            _fail("tokens_per_summary", self.tokens_per_summary, "16, 8 or 4")
+        _check_int("sink_blocks", self.sink_blocks, 0)
+        _check_int("recent_blocks", self.recent_blocks, 0)
+        _check_choice("host_dtype", self.host_dtype, HOST_DTYPES)
+        _check_int("host_capacity_tokens", self.host_capacity_tokens, 1, none_ok=True)
+        _check_choice("store", self.store, STORES)
+        for flag in ("speculate", "progress"):
+            if not isinstance(getattr(self, flag), bool):
+                _fail(flag, getattr(self, flag), "True or False")
+        _check_int("draft_tokens", self.draft_tokens, 1, TAIL - 2)
+        _check_int("sliding_slack", self.sliding_slack, TAIL)
+        _check_int("seed", self.seed, 0)
+        if self.budget is not None:
+            self.check_protected(self.slots)
+
+    def _check_lookahead(self) -> None:
+        if isinstance(self.lookahead, str):
+            _check_choice("lookahead", self.lookahead, LOOKAHEADS)
+            return
+        allowed = f"one of {', '.join(map(repr, LOOKAHEADS))} or a mix such as {{'draft': 0.7, 'previous': 0.3}}"
+        ok = isinstance(self.lookahead, Mapping) and set(self.lookahead) == {"draft", "previous"}
+        if not ok or not all(isinstance(w, (int, float)) and w > 0 for w in self.lookahead.values()):
+            _fail("lookahead", self.lookahead, allowed)
+        # A plain mapping would leave the frozen config mutable and unhashable.
+        object.__setattr__(self, "lookahead", _Mix(self.lookahead))
+
+    def check_protected(self, slots: int) -> None:
+        """Raise `ConfigError` if sink and recent blocks leave nothing of `slots - 1` to select."""
+        if self.sink_blocks + self.recent_blocks > slots - 1:
+            _fail(
+                "sink_blocks + recent_blocks", self.sink_blocks + self.recent_blocks,
+                f"at most K = {slots - 1}, or a larger budget than {slots * BLOCK} tokens",
+            )
+
+    @property
+    def slots(self) -> int:
+        """S, block-sized slots a KV head; only where the budget is in tokens."""
+        assert self.budget is not None
+        return math.ceil(self.budget / BLOCK)
+
+    @property
+    def parts(self) -> int:
+        """Summaries a block."""
+        return BLOCK // self.tokens_per_summary
+
+    def slots_for(self, layers: int, rows: int, kv_heads: int, block_bytes: int) -> int:
+        """S for a cache of this shape; a `budget_bytes` that holds fewer than two slots raises `ConfigError`.
+
+        Args:
+            layers: sparse layers. rows: sequences. kv_heads: local KV heads.
+            block_bytes: bytes of one block of one KV head, K and V.
+        """
+        if self.budget_bytes is None:
+            return self.slots
+        one = layers * rows * kv_heads * block_bytes
+        slots = self.budget_bytes // one
+        if slots < 2:
+            _fail(
+                "budget_bytes", self.budget_bytes,
+                f"at least {2 * one:,} bytes: two slots x {layers} layers x {rows} rows x {kv_heads} KV heads "
+                f"x {block_bytes:,} bytes a block",
+            )
+        self.check_protected(slots)
+        return slots
+
+    def fetch_cap(self, slots: int) -> int:
+        """C, most blocks admitted per KV head per layer per step."""
+        return max(1, round(self.fetch_ratio * (slots - 1)))
+
+    def replace(self, **knobs: Any) -> "OasisConfig":
+        """A copy with some knobs changed; unknown names raise `ConfigError`."""
+        known = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in knobs:
+            if name not in known:
+                raise ConfigError(f"OasisConfig has no knob {name!r}: the knobs are {', '.join(sorted(known))}.")
+        for name, other in (("budget", "budget_bytes"), ("budget_bytes", "budget")):
+            if knobs.get(name) is not None and knobs.get(other) is None:
+                known[other] = None
+        return OasisConfig(**{**known, **knobs})
+
+
+class _Mix(dict):
+    """An immutable, hashable lookahead mix."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+    def _no(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("OasisConfig is frozen: use config.replace(lookahead=...)")
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = __ior__ = _no  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        return (_Mix, (dict(self),))
+
+    def __deepcopy__(self, memo: Any) -> "_Mix":
+        return self

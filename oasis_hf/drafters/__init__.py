@@ -1,0 +1,60 @@
+"""Drafters: whose proposal of the next token asks for the next blocks.
+
+A new drafter is one small file with a `Drafter` subclass, and one line in `DRAFTERS`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config import OasisConfig
+from .base import Draft, Drafter, DrafterError
+from .head import check_head
+from .oracle import OracleDrafter
+from .previous import PreviousDrafter
+from .prompt_lookup import PromptLookupDrafter
+
+DRAFTERS: dict[str, type[Drafter]] = {
+    "previous": PreviousDrafter,
+    "prompt_lookup": PromptLookupDrafter,
+    "auto": PromptLookupDrafter,
+}
+
+
+def make_drafter(drafter: Any, model: Any, config: OasisConfig) -> Drafter:
+    """The drafter that `OasisCache(model, drafter=...)` means.
+
+    Args:
+        drafter: None or `"auto"` (n-gram matches, else recent queries), a name in `DRAFTERS`, a `Drafter`, or the
+            folder of an EAGLE-3 head.
+
+    Raises:
+        DrafterError: unknown name, a head that is truncated or made for another model, an oracle without tokens.
+    """
+    if drafter is None:
+        drafter = "auto"
+    if isinstance(drafter, Drafter):
+        made = drafter
+    elif isinstance(drafter, str) and drafter in DRAFTERS:
+        made = DRAFTERS[drafter]()
+    elif isinstance(drafter, str) and drafter == "oracle":
+        raise DrafterError("drafter='oracle' must be told the true tokens: pass OracleDrafter(tokens).")
+    elif isinstance(drafter, str) or hasattr(drafter, "__fspath__"):
+        check_head(drafter, model)
+        raise DrafterError(
+            f"The EAGLE-3 head {str(drafter)!r} fits this model, but running heads is not supported yet: use "
+            "drafter='prompt_lookup' or 'previous'."
+        )
+    else:
+        names = ", ".join(map(repr, DRAFTERS))
+        raise DrafterError(f"drafter={drafter!r} is not a drafter: use {names}, a folder, or a Drafter.")
+    if config.lookahead == "oracle" and not isinstance(made, OracleDrafter):
+        raise DrafterError("lookahead='oracle' needs the true tokens: pass drafter=OracleDrafter(tokens).")
+    made.check(model)
+    return made
+
+
+__all__ = [
+    "DRAFTERS", "Draft", "Drafter", "DrafterError", "OracleDrafter", "PreviousDrafter", "PromptLookupDrafter",
+    "make_drafter",
+]  # fmt: skip

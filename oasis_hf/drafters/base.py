@@ -1,0 +1,63 @@
+"""The interface of a drafter."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class DrafterError(ValueError):
+    """A drafter that can't work with this model; the message says what doesn't fit."""
+
+
+class Draft(NamedTuple):
+    """Proposed tokens. tokens: `[B, n]` ids, a chain. found: `[B]` bool, False where a row has no proposal (its tokens
+    are then any valid ids, and its prediction falls back to recent queries)."""
+
+    tokens: torch.Tensor
+    found: torch.Tensor
+
+
+class Drafter:
+    """Proposes the tokens that follow, a chain a row, without waiting for the host.
+
+    Token positions are a row's own (padding squeezed out). The cache calls `observe` with everything it commits and
+    `crop` / `select_rows` / `reset` with everything it undoes, so a drafter may keep state of its own.
+
+    Attributes:
+        proposes: False for a drafter that never has a draft; no rows are stacked then.
+        taps: indices of decoder layers whose input hidden states it wants (EAGLE-3; read by hooks of its own).
+    """
+
+    name = "drafter"
+    proposes = True
+    taps: tuple[int, ...] = ()
+
+    def check(self, model: Any) -> None:
+        """Raise `DrafterError` if it does not fit the model. Called once, when the cache is made."""
+
+    def observe(self, tokens: torch.Tensor | None, starts: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Committed tokens. tokens: `[B, q]` ids (None: the caller gave embeddings), starts: `[B]` position of each
+        row's first, valid: `[B, q]` bool which are real, None: all."""
+
+    def propose(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int) -> Draft:
+        """`count` tokens that may follow. tokens: `[B]`, each row's new token, at position `lengths` `[B]`; not yet
+        observed."""
+        raise NotImplementedError
+
+    def crop(self, lengths: list[int]) -> None:
+        """Rows now have these lengths."""
+
+    def hide(self, row: int, first: int, stays: torch.Tensor) -> None:
+        """Of a row's tokens from `first` on only those where `stays` (bool, on the host) remain, moved up."""
+
+    def select_rows(self, index: list[int]) -> None:
+        """Row i becomes the old row `index[i]`."""
+
+    def reset(self) -> None:
+        """No rows hold anything."""
+
+    def fork(self) -> "Drafter":
+        """A drafter with the same state that goes its own way."""
+        return self

@@ -1,0 +1,46 @@
+"""The true next tokens, as if a drafter were always right: the upper bound in evaluations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .base import Draft, Drafter, DrafterError
+
+
+class OracleDrafter(Drafter):
+    """Told every row's tokens beforehand.
+
+    Args:
+        tokens: `[B, n]` ids by a row's own position (prompt included, padding left out); rows that are shorter are
+            filled with -1.
+    """
+
+    name = "oracle"
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.dtype != torch.int64:
+            raise DrafterError("OracleDrafter needs tokens of shape [rows, length] and dtype int64.")
+        self.tokens = tokens
+
+    def check(self, model: Any) -> None:
+        vocabulary = model.get_input_embeddings().num_embeddings
+        if int(self.tokens.max()) >= vocabulary:
+            raise DrafterError(
+                f"OracleDrafter's tokens go up to {int(self.tokens.max())}, but the model has {vocabulary} ids: they "
+                "come from another tokenizer."
+            )
+
+    def propose(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int) -> Draft:
+        known = self.tokens.to(tokens.device)
+        at = lengths[:, None] + 1 + torch.arange(count, device=tokens.device)
+        token = known.gather(1, at.clamp(max=known.shape[1] - 1))
+        found = (at < known.shape[1]).all(1) & (token >= 0).all(1)
+        return Draft(token.clamp(min=0), found)
+
+    def select_rows(self, index: list[int]) -> None:
+        self.tokens = self.tokens[index]
+
+    def fork(self) -> "OracleDrafter":
+        return OracleDrafter(self.tokens)

@@ -1,0 +1,104 @@
+"""What followed the last time these tokens stood together: n-gram look-up, training-free, for any model."""
+
+from __future__ import annotations
+
+import torch
+
+from .base import Draft, Drafter
+
+
+class PromptLookupDrafter(Drafter):
+    """Proposes the continuation of the latest earlier match of the last `ngram` tokens, longest match first.
+
+    Args:
+        ngram: longest match tried; then shorter ones down to `shortest`.
+    """
+
+    name = "prompt_lookup"
+
+    def __init__(self, ngram: int = 3, shortest: int = 2) -> None:
+        if not 1 <= shortest <= ngram:
+            raise ValueError(f"PromptLookupDrafter needs 1 <= shortest <= ngram, not shortest={shortest}, ngram={ngram}.")
+        self.ngram, self.shortest = ngram, shortest
+        self.history: torch.Tensor | None = None  # [B, capacity], -1 where there is nothing (yet)
+
+    def observe(self, tokens: torch.Tensor | None, starts: torch.Tensor, valid: torch.Tensor | None) -> None:
+        if tokens is None:
+            return
+        rows, count = tokens.shape
+        if self.history is None:
+            self.history = tokens.new_full((rows, 0), -1)
+        self._room(count)
+        order = torch.arange(count, device=tokens.device).expand(rows, -1)
+        if valid is not None:
+            valid = valid.to(tokens.device)
+            # Squeezed: a real token goes where the real ones before it end; the others go to the last, unused column.
+            order = torch.where(valid, valid.cumsum(1) - 1, 0)
+            tokens = torch.where(valid, tokens, -1)
+        at = starts[:, None] + order
+        if valid is not None:
+            at = torch.where(valid, at, self.history.shape[1] - 1)
+        self.history.scatter_(1, at, tokens)
+        self._filled += count
+
+    _filled = 0
+
+    def _room(self, count: int) -> None:
+        """Columns for `count` more tokens, and spare ones for matches that run off the end."""
+        assert self.history is not None
+        need = self._filled + count + 16
+        have = self.history.shape[1]
+        if need > have:
+            more = self.history.new_full((self.history.shape[0], max(need, 2 * have) - have), -1)
+            self.history = torch.cat((self.history, more), 1)
+
+    def propose(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int) -> Draft:
+        rows = len(tokens)
+        if self.history is None:
+            return Draft(tokens[:, None].expand(-1, count), torch.zeros(rows, dtype=torch.bool, device=tokens.device))
+        history = self.history
+        columns = history.shape[1]
+        index = torch.arange(columns, device=tokens.device)
+        # The last token of a match must stand before the new token, which is at `lengths`.
+        match = (history == tokens[:, None]) & (index < lengths[:, None])
+        best = torch.full_like(lengths, -1)
+        for length in range(1, self.ngram + 1):
+            if length > 1:
+                back = length - 1
+                wanted = history.gather(1, (lengths - back).clamp(min=0)[:, None])
+                shifted = torch.cat((history.new_full((rows, back), -2), history[:, : columns - back]), 1)
+                match = match & (shifted == wanted) & (lengths >= back)[:, None]
+            if length >= self.shortest:
+                latest = torch.where(match, index, -1).amax(1)
+                best = torch.where(latest >= 0, latest, best)
+        at = best[:, None] + 1 + torch.arange(count, device=tokens.device)
+        # A match close to the end continues with the new token itself.
+        known = torch.where(at == lengths[:, None], tokens[:, None], history.gather(1, at.clamp(0, columns - 1)))
+        found = (best >= 0) & (known >= 0).all(1) & (at <= lengths[:, None]).all(1)
+        return Draft(torch.where(found[:, None], known, tokens[:, None]), found)
+
+    def crop(self, lengths: list[int]) -> None:
+        if self.history is not None:
+            index = torch.arange(self.history.shape[1], device=self.history.device)
+            keep = index < torch.tensor(lengths, device=self.history.device)[:, None]
+            self.history = torch.where(keep, self.history, -1)
+
+    def hide(self, row: int, first: int, stays: torch.Tensor) -> None:
+        if self.history is not None:
+            kept = self.history[row, first : first + len(stays)][stays.to(self.history.device)]
+            self.history[row, first:] = -1
+            self.history[row, first : first + len(kept)] = kept
+
+    def select_rows(self, index: list[int]) -> None:
+        if self.history is not None:
+            self.history = self.history[index]
+
+    def reset(self) -> None:
+        self.history = None
+        self._filled = 0
+
+    def fork(self) -> "PromptLookupDrafter":
+        other = PromptLookupDrafter(self.ngram, self.shortest)
+        other.history = None if self.history is None else self.history.clone()
+        other._filled = self._filled
+        return other

@@ -1,0 +1,298 @@
+"""One full-attention layer: what a forward does with its queries, keys and values."""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .attention import dense_attention
+from .config import BLOCK
+from .state import State, Step
+from .stats import Counters
+from .store import BlockStore
+from .summaries import Summaries
+from .working_set import WorkingSet
+
+
+class OasisLayer(CacheLayerMixin):
+    """Full KV in the store, summaries and a working set on the model's device.
+
+    Args:
+        state: what the layers of the cache share. index: this layer's place among the sparse layers.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, state: State, index: int) -> None:
+        super().__init__()
+        self.state, self.index = state, index
+        self.working_set: WorkingSet
+        self.summaries: Summaries
+        self.counters: Counters
+        self.recent: torch.Tensor | None = None  # [B, Hq, W, D], the last W committed tokens' queries
+        self.draft_queries: torch.Tensor | None = None  # [B, Hq, drafts, D]
+        self.scaling = 1.0
+
+    # -- the contract of transformers -----------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        rows, heads, _, dim = key_states.shape
+        if value_states.shape[-1] != dim:
+            raise ValueError(
+                f"OasisCache needs keys and values of one head_dim, but they have {dim} and {value_states.shape[-1]}: "
+                "use DynamicCache for this model."
+            )
+        state = self.state
+        if state.rows is None:
+            state.open_rows(rows)
+        state.open_store(key_states)
+        if state.block_bytes != 2 * BLOCK * dim * key_states.element_size():
+            raise ValueError(
+                f"OasisCache needs one head_dim and dtype over all full-attention layers, but layer {self.index} has "
+                f"head_dim {dim} in {key_states.dtype}: use DynamicCache for this model."
+            )
+        device, dtype = key_states.device, key_states.dtype
+        self.working_set = WorkingSet(state.slots, rows, heads, dim, dtype, device, state.config.seed)
+        self.summaries = Summaries(state.config, rows, heads, dim, dtype, device)
+        self.counters = Counters(heads, device)
+        self.device, self.is_initialized = device, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, H, q, D]` of this forward, handed back as they are: `attend` stores them, since only
+        the attention function sees the queries."""
+        self.state.need_step()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.state.rows.columns if self.state.rows is not None else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.state.config.host_capacity_tokens or -1
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.state.rows) if self.state.rows is not None else -1
+
+    @property
+    def store(self) -> BlockStore:
+        assert self.state.store is not None
+        return self.state.store
+
+    # -- a forward ------------------------------------------------------------------------------------------------
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """query `[B, Hq, q, D]`, keys and values `[B, H, q, D]`, drafts last. Returns `[B, Hq, q, D]`."""
+        step = self.state.need_step()
+        self.scaling = scaling
+        if step.mode == "prefill":
+            return self._prefill(step, query, keys, values, sinks)
+        return self._decode(step, query, keys, values, sinks)
+
+    def _prefill(
+        self, step: Step, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        past, seen = self._past(step, keys)
+        valid = None if step.valid is None else step.valid.to(keys.device)
+        out = dense_attention(query, keys, values, past, seen, valid, self.scaling, sinks)
+        if self.index == 0:
+            self.store.ensure(step.starts, step.ends)
+        self.summaries.ensure(max(step.ends) // BLOCK)
+        if self.recent is None:
+            self.recent = query.new_zeros((query.shape[0], query.shape[1], self.state.window, query.shape[3]))
+        for row, start in enumerate(step.starts):
+            kept = step.kept(row)
+            if kept is not None:
+                kept = kept.to(keys.device)
+            row_keys, row_values, row_query = (
+                x[row] if kept is None else x[row].index_select(1, kept) for x in (keys, values, query)
+            )
+            if row_keys.shape[1]:
+                self._store_row(row, start, row_keys, row_values)
+                self.recent[row] = torch.cat((self.recent[row], row_query), 1)[:, -self.state.window :]
+        return out
+
+    def _past(self, step: Step, keys: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
+        """Earlier keys and values `[B, H, P, D]`, streamed back from the store, and which exist `[B, P]`."""
+        longest = max(step.starts)
+        if longest == 0:
+            return None, None
+        rows, heads, _, dim = keys.shape
+        past = keys.new_zeros((2, rows, heads, longest, dim))
+        for row, length in enumerate(step.starts):
+            if length:
+                for which, part in enumerate(self.store.read(self.index, row, 0, length)):
+                    past[which, row, :, :length] = part.to(keys.device)
+        seen = torch.arange(longest, device=keys.device) < torch.tensor(step.starts, device=keys.device)[:, None]
+        return (past[0], past[1]), seen
+
+    def _store_row(self, row: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """New tokens `[H, n, D]` of one row: to the store, and summaries of the blocks they close."""
+        stop = start + keys.shape[1]
+        self.store.write(self.index, row, start, keys, values)
+        first, last = start // BLOCK, stop // BLOCK
+        if last > first:
+            if start % BLOCK:
+                lead = self.store.read(self.index, row, first * BLOCK, start)[0]
+                keys = torch.cat((lead.to(keys.device, keys.dtype), keys), 1)
+            self.summaries.write(row, first, keys[:, : (last - first) * BLOCK].unflatten(1, (-1, BLOCK)))
+
+    def _decode(
+        self, step: Step, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        lengths = self.state.need_rows().lengths(keys.device)
+        self.working_set.write_tail(keys, values)
+        if step.on_demand:
+            weights = query.new_full((query.shape[0], step.count), 1 / step.count, dtype=torch.float32)
+            self._fetch("on_demand", query[:, :, : step.count], weights, lengths, self.working_set.allocated)
+        out = self.working_set.attend(query, lengths, step.tail_mask(keys.device), self.scaling, sinks)
+        for entry in range(step.count):
+            self._append(entry, lengths + entry if entry else lengths, [n + entry for n in step.starts])
+        self._remember(query[:, :, : step.count])
+        self.draft_queries = query[:, :, step.count :]
+        if step.weights is not None:
+            assert self.recent is not None
+            queries = torch.cat((self.recent, self.draft_queries), 2)
+            self._fetch("fetched", queries, step.weights.to(keys.device), lengths + step.count, self.state.cap)
+        return out
+
+    def _append(self, entry: int, lengths: torch.Tensor, tokens: list[int]) -> None:
+        """Tail entry to the open block and its page; a block it fills is summarised. `tokens` are `lengths`, known to
+        the host, so that steps in which nothing opens or closes skip that work."""
+        number = self.state.number
+        keys, values = self.working_set.keys[:, :, entry], self.working_set.values[:, :, entry]
+        slot, wasted = self.working_set.append_from_tail(entry, lengths, number)
+        self.store.append(self.index, lengths, keys, values)
+        if any(n % BLOCK == 0 for n in tokens):
+            self.counters.add("wasted", wasted.sum(0))
+        if any(n % BLOCK == BLOCK - 1 for n in tokens):
+            closing = (lengths + 1) % BLOCK == 0
+            self.summaries.close(self.working_set.slot_keys(slot), lengths // BLOCK, closing)
+
+    def _remember(self, query: torch.Tensor) -> None:
+        assert self.recent is not None
+        self.recent = torch.cat((self.recent, query), 2)[:, :, -self.state.window :]
+
+    def _fetch(self, why: str, queries: torch.Tensor, weights: torch.Tensor, lengths: torch.Tensor, cap: int) -> None:
+        """Score, select and gather (in the pipeline's order), counting what moved under `why`."""
+        blocks = max(self.state.need_step().ends) // BLOCK if self.state.step else self.state.need_rows().most_blocks
+        if blocks == 0:
+            return
+        scores = self.summaries.score(queries, lengths // BLOCK, weights, self.scaling, blocks)
+        plan_block, plan_slot, counts, wasted = self.working_set.select(scores, lengths, cap, self.state.number)
+        self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
+        if why == "fetched":
+            self.counters.add_selection(counts, wasted)
+        else:
+            self.counters.add(why, counts[1])
+
+    # -- between forwards -----------------------------------------------------------------------------------------
+
+    def first_select(self) -> None:
+        """The working set after a prefill: the open block, and the last token's own top-K with no cap. Residents that
+        are still true stay."""
+        rows = self.state.need_rows()
+        working_set = self.working_set
+        working_set.ensure(rows.most_blocks)
+        lengths = rows.lengths(self.device)
+        working_set.forget_from(torch.tensor(self.state.dirty_from, device=self.device))
+        self._open("first")
+        assert self.recent is not None
+        query, ones = self.recent[:, :, -1:], lengths.new_ones((len(rows), 1), dtype=torch.float32)
+        self._fetch("first", query, ones, lengths, working_set.allocated)
+        if any(n == working_set.allocated * BLOCK for n in rows.tokens):
+            self._fill_last_slot(lengths)
+
+    def _fill_last_slot(self, lengths: torch.Tensor) -> None:
+        """A row of exactly S closed blocks has no open one: its last block takes the slot that K = S - 1 leaves. It is
+        the first to go when the next block opens."""
+        working_set = self.working_set
+        slots = working_set.allocated
+        exact = (lengths == slots * BLOCK)[:, None, None]
+        block = torch.arange(slots, device=lengths.device)
+        resident = (working_set.table.unsqueeze(-1) == block).any(2)
+        scores = torch.where(exact & ~resident, 0.0, -torch.inf)
+        plan_block, plan_slot, counts, _ = working_set.select(scores, lengths, 1, self.state.number - 1)
+        self.store.gather(self.index, working_set.keys, working_set.values, plan_block, plan_slot)
+        self.counters.add("first", counts[1])
+
+    def _open(self, why: str) -> None:
+        lengths = self.state.need_rows().lengths(self.device)
+        plan_block, plan_slot = self.working_set.open_plan(lengths, self.state.number)
+        self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
+        self.counters.add(why, (plan_block >= 0).sum((0, 2)))
+
+    def commit(self, entry: int, position: int) -> None:
+        """A tail entry is accepted: append it. Called before the rows advance."""
+        rows = self.state.need_rows()
+        self._append(entry, rows.lengths(self.device), rows.tokens)
+        if self.draft_queries is not None and entry - 1 < self.draft_queries.shape[2]:
+            self._remember(self.draft_queries[:, :, entry - 1 : entry])
+
+    def prepare(self, count: int) -> None:
+        """Room for `count` tokens more a row."""
+        blocks = -(-(max(self.state.need_rows().tokens) + count) // BLOCK)
+        self.working_set.ensure(blocks)
+        self.summaries.ensure(blocks)
+
+    def rewind(self, removed: int, reopened: bool) -> None:
+        """After `crop`: rows and store are short already. `reopened`: some row's last block was closed or gone."""
+        rows = self.state.need_rows()
+        keep = torch.tensor([-(-n // BLOCK) for n in rows.tokens], device=self.device)
+        self.working_set.forget_from(keep)
+        if reopened and not self.state.first_due:
+            self._open("reopened")
+        if self.recent is not None and removed:
+            older = self.recent[:, :, :1].expand(-1, -1, min(removed, self.state.window), -1)
+            self.recent = torch.cat((older, self.recent), 2)[:, :, : self.state.window]
+        self.draft_queries = None
+
+    def select_rows(self, index: list[int]) -> None:
+        if not self.is_initialized:
+            return
+        at = torch.tensor(index, device=self.device)
+        self.working_set.select_rows(at)
+        self.summaries.select_rows(at)
+        if self.recent is not None:
+            self.recent = self.recent.index_select(0, at)
+        self.draft_queries = None
+
+    def reset(self) -> None:
+        if self.is_initialized:
+            self.working_set.table.fill_(-1)
+            self.working_set.fresh.zero_()
+            self.working_set.last_selected.zero_()
+            self.counters.values.zero_()
+        self.recent = self.draft_queries = None
+
+    def drop(self) -> None:
+        """Give the buffers back: the next prompt has another batch size."""
+        self.is_initialized = False
+        self.recent = self.draft_queries = None
+
+    def fork(self, state: State) -> "OasisLayer":
+        other = OasisLayer(state, self.index)
+        other.scaling = self.scaling
+        if self.is_initialized:
+            other.working_set, other.summaries = self.working_set.fork(), self.summaries.fork()
+            other.counters = self.counters.fork()
+            other.device, other.is_initialized = self.device, True
+        other.recent = None if self.recent is None else self.recent.clone()
+        return other
+
+    @property
+    def device_bytes(self) -> tuple[int, int]:
+        """Working set and summaries on the model's device."""
+        if not self.is_initialized:
+            return 0, 0
+        return self.working_set.nbytes, self.summaries.nbytes

@@ -1,0 +1,309 @@
+"""The operators' specification, in plain torch: read it first, change it first.
+
+Sizes: `B` rows, `Hq` / `H` query / KV heads, `G = Hq // H`, `q` query tokens (1 to `TAIL`), `D` head_dim, `S` slots,
+`N` blocks, `P` parts (summaries) a block, `T = TAIL`. Indices are int64, -1 means none. Nothing here reads a value
+back to the host, so each operator can stand in a captured graph.
+
+A layer's working set is one buffer each for keys and values, `[B, H, T + S*16, D]`: the tail first, then the slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..config import BLOCK, TAIL
+from ..scorers import SCORERS
+
+
+def summarize(keys: torch.Tensor, scorer: str, parts: int, int8: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summaries of closed blocks (OasisKV section 4: compressed keys).
+
+    Args:
+        keys: `[..., 16, D]`, post-RoPE keys of whole blocks.
+        scorer: a name in `SCORERS`; it says what the two vectors are.
+        parts: runs of `16 / parts` tokens, one summary each.
+        int8: quantize each vector to int8, symmetric, with one scale.
+
+    Returns:
+        summaries `[..., P, 2, D]` in the keys' dtype or int8, and scales `[..., P, 2]` float16 (empty unless int8).
+    """
+    runs = keys.unflatten(-2, (parts, BLOCK // parts))
+    vectors = SCORERS[scorer]().summarize(runs)
+    if not int8:
+        return vectors, vectors.new_empty((0,), dtype=torch.float16)
+    vectors = vectors.float()
+    # The scale is rounded to fp16 before it divides, so that what is stored is what was used.
+    scales = (vectors.abs().amax(-1) / 127.0).to(torch.float16).clamp(min=torch.finfo(torch.float16).tiny)
+    quantized = (vectors / scales.float().unsqueeze(-1)).round().clamp(-127, 127)
+    return quantized.to(torch.int8), scales
+
+
+def score(
+    query: torch.Tensor,
+    summaries: torch.Tensor,
+    scales: torch.Tensor,
+    closed: torch.Tensor,
+    weights: torch.Tensor,
+    scorer: str,
+    half_range: float,
+    reduction: str,
+    scaling: float,
+    sink_blocks: int,
+    recent_blocks: int,
+) -> torch.Tensor:
+    """One number a block and KV head: how much the next step wants it (OasisKV section 4, Quest eq. 2).
+
+    Each query token scores every part of every closed block; parts and the group's query heads are reduced; query
+    tokens are then summed with `weights`. With `"softmax-mean"` a query head's scores become attention weights over
+    all parts, which are summed in a block and averaged over the group. With `"max"` and `"mean"` a block takes its
+    best part's raw score, and each token's scores are standardised over the row's blocks before they are weighted,
+    since raw scores of different queries have no common unit.
+
+    Args:
+        query: `[B, Hq, q, D]`, post-RoPE; q is any number of query tokens here.
+        summaries: `[B, H, N, P, 2, D]`, model dtype or int8. scales: `[B, H, N, P, 2]` float16, or empty.
+        closed: `[B]`, closed blocks a row; later blocks score -inf.
+        weights: `[B, q]` float32, e.g. P(the next input stands where this token stands).
+        scorer, half_range: see `scorers`. reduction: `"max"`, `"mean"` or `"softmax-mean"`.
+        scaling: the attention's own factor on q.k.
+        sink_blocks, recent_blocks: that many first and last closed blocks score +inf.
+
+    Returns:
+        `[B, H, N]` float32.
+    """
+    rows, heads, blocks, parts, _, dim = summaries.shape
+    tokens = query.shape[2]
+    vectors = summaries.float()
+    if scales.numel():
+        vectors = vectors * scales.float().unsqueeze(-1)
+    wide = SCORERS[scorer](half_range).expand(query.float() * scaling).flatten(-2)
+    wide = wide.reshape(rows, heads, -1, 2 * dim)
+    raw = wide @ vectors.view(rows, heads, blocks * parts, 2 * dim).transpose(-1, -2)
+    raw = raw.view(rows, heads, -1, tokens, blocks, parts)
+
+    index = torch.arange(blocks, device=query.device)
+    exists = index < closed.unsqueeze(-1)
+    gone = ~exists[:, None, None, None, :, None]
+    if reduction == "softmax-mean":
+        raw = raw.masked_fill(gone, torch.finfo(torch.float32).min)
+        per_token = raw.flatten(-2).softmax(-1).view_as(raw).sum(-1).mean(2)
+    else:
+        per_part = raw.amax(-1)
+        per_token = per_part.amax(2) if reduction == "max" else per_part.mean(2)
+        if tokens > 1:
+            keep = exists[:, None, None].float()
+            count = keep.sum(-1, keepdim=True).clamp(min=1)
+            mean = (per_token * keep).sum(-1, keepdim=True) / count
+            var = ((per_token - mean).square() * keep).sum(-1, keepdim=True) / count
+            per_token = (per_token - mean) * (var + 1e-12).rsqrt()
+    total = per_token[:, :, 0] if tokens == 1 else torch.einsum("bhtn,bt->bhn", per_token, weights)
+    if sink_blocks or recent_blocks:
+        kept = (index < sink_blocks) | (index >= closed.unsqueeze(-1) - recent_blocks)
+        total = total.masked_fill(kept.unsqueeze(1), torch.inf)
+    return total.masked_fill(~exists.unsqueeze(1), -torch.inf)
+
+
+def _evict_key(table: torch.Tensor, last_selected: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Eviction order of slots, smallest first: empty slots, then least recently selected, ties by `order`."""
+    return torch.where(table < 0, -1, last_selected) * order.numel() + order
+
+
+def select(
+    scores: torch.Tensor,
+    table: torch.Tensor,
+    last_selected: torch.Tensor,
+    lengths: torch.Tensor,
+    order: torch.Tensor,
+    cap: int,
+    step: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Top-K, difference against the residents, victims, capped admission (OasisKV section 4, KV selection).
+
+    The top `K = S - 1` blocks with a score above -inf are predicted. Residents among them stay where they are. The
+    others, best score first, are paired one to one with the least recently selected slots that hold neither a
+    predicted block nor the open block; at most `cap` pairs are admitted, and the rest are capped: not moved now, and
+    their victims keep their age. `last_selected` becomes `step` for every predicted block that is resident after it.
+
+    Args:
+        scores: `[B, H, N]`. table: `[B, H, S]` slot -> block, changed in place.
+        last_selected: `[B, H, S]`, the step each slot's block was last predicted, changed in place.
+        lengths: `[B]` tokens, which name the open block. order: `[S]`, a permutation that breaks ties.
+        cap: C. step: this step's number, above all earlier ones.
+
+    Returns:
+        plan_block and plan_slot `[B, H, min(C, S)]`: the admitted pairs, block -1 where there is none (its slot is
+        then any other); and counts `[3, H]`: hits, fetched, capped, summed over rows.
+    """
+    blocks, slots = scores.shape[2], table.shape[2]
+    cap = min(cap, slots)
+    top, block = scores.topk(min(slots - 1, blocks), -1)
+    real = top > -torch.inf
+    slot_index = torch.arange(slots, device=table.device).expand_as(table)
+    # One column more than there are blocks takes the writes of empty slots.
+    slot_of = torch.full((*scores.shape[:2], blocks + 1), -1, dtype=torch.int64, device=table.device)
+    slot_of.scatter_(2, torch.where(table < 0, blocks, table.clamp(max=blocks)), slot_index)
+    slot = slot_of.gather(2, block)
+    hit = real & (slot >= 0)
+    miss = real & (slot < 0)
+
+    predicted = torch.zeros((*table.shape[:2], slots + 1), dtype=torch.bool, device=table.device)
+    predicted.scatter_(2, torch.where(hit, slot, slots), True)
+    predicted = predicted[..., :slots]
+    last_selected.copy_(torch.where(predicted, step, last_selected))
+
+    rank = torch.where(miss, miss.cumsum(-1) - 1, cap).clamp(max=cap)
+    plan_block = torch.full((*table.shape[:2], cap + 1), -1, dtype=torch.int64, device=table.device)
+    plan_block.scatter_(2, rank, block)
+    plan_block = plan_block[..., :cap]
+
+    never = torch.iinfo(torch.int64).max
+    is_open = (table == (lengths // BLOCK)[:, None, None]) & (lengths % BLOCK > 0)[:, None, None]
+    key = _evict_key(table, last_selected, order).masked_fill(predicted | is_open, never)
+    age, victim = key.topk(cap, -1, largest=False)
+    admitted = (plan_block >= 0) & (age < never)
+    # rank `cap` is the bin of the misses over the cap and of hits: sliced off above.
+    plan_block = torch.where(admitted, plan_block, -1)
+    table.scatter_(2, victim, torch.where(admitted, plan_block, table.gather(2, victim)))
+    last_selected.scatter_(2, victim, torch.where(admitted, step, last_selected.gather(2, victim)))
+
+    hits, fetched = hit.sum((0, 2)), admitted.sum((0, 2))
+    return plan_block, victim, torch.stack((hits, fetched, miss.sum((0, 2)) - fetched))
+
+
+def gather(
+    pages: torch.Tensor,
+    page_table: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan_block: torch.Tensor,
+    plan_slot: torch.Tensor,
+) -> None:
+    """Copy planned blocks from the store into their slots (OasisKV section 4, KV transfer).
+
+    Args:
+        pages: `[pages, 2, 16, D]`, K then V, in the store's memory.
+        page_table: `[B, H, N]` block -> page, on the store's device.
+        keys, values: `[B, H, T + S*16, D]`, changed in place.
+        plan_block: `[B, H, C]`, -1 skips the pair. plan_slot: `[B, H, C]`, slots of a row and head all different.
+    """
+    rows, heads, count = plan_block.shape
+    dim = keys.shape[-1]
+    page = page_table.gather(2, plan_block.clamp(min=0).to(page_table.device)).flatten()
+    fetched = pages.index_select(0, page).to(keys.device, keys.dtype).view(rows, heads, count, 2, BLOCK, dim)
+    place_blocks(keys, values, fetched, plan_block, plan_slot)
+
+
+def place_blocks(
+    keys: torch.Tensor, values: torch.Tensor, fetched: torch.Tensor, plan_block: torch.Tensor, plan_slot: torch.Tensor
+) -> None:
+    """The writing half of `gather`: blocks `[B, H, C, 2, 16, D]` into their slots, skipped pairs untouched."""
+    move = (plan_block >= 0)[..., None, None]
+    start = TAIL + plan_slot * BLOCK
+    index = (start.unsqueeze(-1) + torch.arange(BLOCK, device=keys.device)).flatten(2)
+    index = index.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1])
+    for which, buffer in enumerate((keys, values)):
+        # A skipped pair writes its slot's own content back: no host decision, nothing changes.
+        own = buffer.gather(2, index).view(fetched.shape[:3] + fetched.shape[4:])
+        buffer.scatter_(2, index, torch.where(move, fetched[..., which, :, :], own).flatten(2, 3))
+
+
+def append(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    last_selected: torch.Tensor,
+    lengths: torch.Tensor,
+    order: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    step: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row to its open block; a full one rolls: the next block opens in the oldest slot (architecture,
+    dense to sparse). The store's page is written by the caller from the same K and V (`BlockStore.append`).
+
+    Args:
+        keys, values: `[B, H, T + S*16, D]`, changed in place.
+        table, last_selected: `[B, H, S]`, changed in place when a block opens.
+        lengths: `[B]`, tokens before this one. order: `[S]`, breaks ties among victims.
+        new_keys, new_values: `[B, H, D]`. step: becomes `last_selected` of the open block.
+
+    Returns:
+        slot `[B, H]` the token went to, and evicted `[B, H]` bool, whether that slot's block was given up for it.
+    """
+    block = (lengths // BLOCK)[:, None]
+    opens = (lengths % BLOCK == 0)[:, None].expand(table.shape[:2])
+    oldest = _evict_key(table, last_selected, order).argmin(-1)
+    current = (table == block.unsqueeze(-1)).to(torch.uint8).argmax(-1)
+    slot = torch.where(opens, oldest, current)
+    evicted = opens & (table.gather(2, slot.unsqueeze(-1)).squeeze(-1) >= 0)
+    table.scatter_(2, slot.unsqueeze(-1), block.expand_as(slot).unsqueeze(-1))
+    last_selected.scatter_(2, slot.unsqueeze(-1), step)
+    where = TAIL + slot * BLOCK + (lengths % BLOCK)[:, None]
+    index = where[..., None, None].expand(-1, -1, 1, keys.shape[-1])
+    keys.scatter_(2, index, new_keys.unsqueeze(2))
+    values.scatter_(2, index, new_values.unsqueeze(2))
+    return slot, evicted
+
+
+def visible(table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Which slot tokens exist: `[B, H, S*16]` bool, from table `[B, H, S]` and lengths `[B]`."""
+    position = table.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=table.device)
+    return ((position < lengths[:, None, None, None]) & (table >= 0).unsqueeze(-1)).flatten(2)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    tail_mask: torch.Tensor,
+    scaling: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of 1 to 8 query tokens over the working set and the tail.
+
+    The G query heads of a group and the q tokens are packed as rows of one head, so the KV is read once.
+
+    Args:
+        query: `[B, Hq, q, D]`. keys, values: `[B, H, T + S*16, D]`.
+        table: `[B, H, S]`. lengths: `[B]`, tokens in the slots; what lies beyond is not seen.
+        tail_mask: `[q, T]` bool, tail entries a query sees: itself and its ancestors.
+        scaling: factor on q.k. sinks: `[Hq]` logits that take part in the softmax with no value (gpt-oss), or None.
+
+    Returns:
+        `[B, Hq, q, D]`.
+    """
+    rows, heads = table.shape[:2]
+    tokens = query.shape[2]
+    group = query.shape[1] // heads
+    packed = query.reshape(rows, heads, group * tokens, -1)
+    tail = tail_mask.repeat(group, 1).expand(rows, heads, -1, -1)
+    slots = visible(table, lengths).unsqueeze(2).expand(-1, -1, group * tokens, -1)
+    allowed = torch.cat((tail, slots), -1)
+    if sinks is not None:
+        sinks = sinks.view(heads, group, 1).expand(-1, -1, tokens).reshape(1, heads, -1, 1)
+    return masked_attention(packed, keys, values, allowed, scaling, sinks).reshape(query.shape)
+
+
+def masked_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    allowed: torch.Tensor,
+    scaling: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Softmax attention under a mask. query `[B, H, q, D]`, keys and values `[B, H, k, D]`, allowed broadcastable to
+    `[B, H, q, k]` bool, sinks broadcastable to `[B, H, q, 1]` or None; a query that sees nothing gives zeros or the
+    mean of values, never NaN."""
+    if sinks is None:
+        bias = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
+        bias.masked_fill_(~allowed, torch.finfo(query.dtype).min)
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
+    logits = (query @ keys.transpose(-1, -2)).float() * scaling
+    logits = logits.masked_fill(~allowed, torch.finfo(torch.float32).min)
+    sinks = sinks.float().expand(*logits.shape[:-1], 1)
+    weights = torch.cat((logits, sinks), -1).softmax(-1)[..., :-1]
+    return weights.to(query.dtype) @ values

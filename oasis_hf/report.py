@@ -1,0 +1,144 @@
+"""What a cache tells about itself: counters, memory, a table, pictures."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .layers import OasisLayer
+from .stats import COUNTERS
+
+if TYPE_CHECKING:
+    from .state import State
+    from .step import Stepper
+
+
+class Report:
+    """The reading half of `OasisCache`."""
+
+    state: "State"
+    stepper: "Stepper"
+    layers: list[Any]
+    drafter: Any
+    _watched: int | None = None
+    _snapshots: list[torch.Tensor]
+
+    @property
+    def sparse_layers(self) -> list[OasisLayer]:
+        return [layer for layer in self.layers if isinstance(layer, OasisLayer)]
+
+    def stats(self) -> dict[str, torch.Tensor]:
+        """Counters in blocks, each `[sparse layers, KV heads]` int64 on the host (see `stats.COUNTERS`), and `bytes`,
+        what was moved into the working set, likewise. Empty before the first forward."""
+        layers = [layer for layer in self.sparse_layers if layer.is_initialized]
+        if not layers:
+            return {}
+        values = torch.stack([layer.counters.values.cpu() for layer in layers], 1)
+        out = dict(zip(COUNTERS, values))
+        moved = out["fetched"] + out["first"] + out["reopened"] + out["on_demand"]
+        out["bytes"] = moved * self.state.block_bytes
+        return out
+
+    def hit_rate(self) -> torch.Tensor:
+        """Share of predicted blocks that were resident, `[sparse layers]` float; nan where nothing was predicted."""
+        stats = self.stats()
+        if not stats:
+            return torch.zeros(0)
+        hits = stats["hits"].sum(1).double()
+        return hits / (hits + stats["fetched"].sum(1) + stats["capped"].sum(1))
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: `host` (the full KV), `working_set` and `summaries` where the model runs, and `dense`, what a
+        `DynamicCache` would hold there for the same tokens."""
+        state = self.state
+        sets, summaries = (sum(part) for part in zip(*(layer.device_bytes for layer in self.layers)))
+        dense = 0
+        if state.store is not None and state.rows is not None:
+            heads = self.sparse_layers[0].working_set.table.shape[1]
+            dense = state.sparse_layers * heads * state.rows.columns * len(state.rows) * (state.block_bytes // 16)
+        host = state.store.nbytes if state.store is not None else 0
+        return {"host": host, "working_set": sets, "summaries": summaries, "dense": dense}
+
+    def report(self, width: int = 100) -> str:
+        """The counters by layer, memory, and what predicted, as a table."""
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=width, no_color=True).print(self._table())
+        return text.getvalue()
+
+    def _repr_html_(self) -> str:
+        from rich.console import Console
+
+        console = Console(record=True, file=io.StringIO(), width=100)
+        console.print(self._table())
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+    def _table(self) -> Any:
+        from rich.table import Table
+
+        stats, rates, memory = self.stats(), self.hit_rate(), self.memory()
+        table = Table(title=self._headline(), caption=_memory_line(memory), title_justify="left", caption_justify="left")
+        table.add_column("layer", justify="right")
+        table.add_column("hit rate", justify="right")
+        names = [name for name in COUNTERS if stats and (name in COUNTERS[:3] or bool(stats[name].any()))]
+        for name in [*names, "MiB moved"]:
+            table.add_column(name, justify="right")
+        for row in range(len(rates)):
+            rate = "-" if rates[row].isnan() else f"{rates[row].item():.1%}"
+            counts = [f"{int(stats[name][row].sum()):,}" for name in names]
+            table.add_row(str(row), rate, *counts, f"{stats['bytes'][row].sum().item() / 2**20:.2f}")
+        if len(rates):
+            hits = stats["hits"].sum().item()
+            predicted = hits + stats["fetched"].sum().item() + stats["capped"].sum().item()
+            counts = [f"{int(stats[name].sum()):,}" for name in names]
+            rate = f"{hits / predicted:.1%}" if predicted else "-"
+            table.add_section()
+            table.add_row("all", rate, *counts, f"{stats['bytes'].sum().item() / 2**20:.2f}")
+        return table
+
+    def _headline(self) -> str:
+        state, stepper = self.state, self.stepper
+        rows = state.rows.tokens if state.rows is not None else []
+        held = f"{len(rows)} rows of {max(rows, default=0):,} tokens at most" if rows else "empty"
+        line = f"OasisCache, {held}; {state.slots} slots a KV head, cap {state.cap} blocks a step; lookahead "
+        line += f"{state.config.lookahead} by drafter {self.drafter.name}; {stepper.forwards:,} forwards"
+        return line + (f", {stepper.skipped:,} skipped by accepted drafts" if stepper.skipped else "")
+
+    def watch(self, layer: int = 0) -> None:
+        """From now on keep which blocks are resident in one sparse layer (row 0) after each decode step, for `plot`."""
+        if not 0 <= layer < len(self.sparse_layers):
+            raise ValueError(f"watch(layer={layer}): the cache has sparse layers 0 to {len(self.sparse_layers) - 1}.")
+        self._watched, self._snapshots = layer, []
+
+    def take_snapshot(self) -> None:
+        """Called after each decode forward."""
+        if self._watched is not None:
+            self._snapshots.append(self.sparse_layers[self._watched].working_set.table[0].cpu())
+
+    def residency(self) -> torch.Tensor:
+        """`[steps, blocks]` float: share of the watched layer's KV heads in which a block was resident."""
+        if self._watched is None or not self._snapshots:
+            return torch.zeros((0, 0))
+        blocks = max(int(table.max()) for table in self._snapshots) + 1
+        rows = []
+        for table in self._snapshots:
+            count = torch.bincount(table[table >= 0], minlength=blocks)
+            rows.append(count / table.shape[0])
+        return torch.stack(rows)
+
+    def plot(self) -> Any:
+        """A matplotlib figure: hit rate by layer and, after `watch()`, the residency map of one layer over steps."""
+        from .plots import plot_cache
+
+        return plot_cache(self.hit_rate(), self.residency(), self._watched)
+
+
+def _memory_line(memory: dict[str, int]) -> str:
+    parts = {name: f"{size / 2**20:,.1f} MiB" for name, size in memory.items()}
+    return (
+        f"full KV in the store {parts['host']}; working set {parts['working_set']} + summaries {parts['summaries']} "
+        f"on the device (a dense cache: {parts['dense']})"
+    )

@@ -1,0 +1,76 @@
+"""The rows of a batch: how long each is without its padding, on the host and on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from .config import BLOCK
+
+
+class Rows:
+    """Lengths and validity of `batch` rows.
+
+    Left padding and holes are squeezed out: a row stores its real tokens only. `columns` is the length that
+    transformers knows (padding included); `valid` says which of those columns are real tokens of a row.
+
+    Attributes:
+        columns: python int. valid: `[B, columns]` bool on the host. tokens: real tokens a row, python ints.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.valid = torch.zeros((batch, 0), dtype=torch.bool)
+        self.tokens = [0] * batch
+        self._device: dict[torch.device, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def columns(self) -> int:
+        return self.valid.shape[1]
+
+    @property
+    def most_blocks(self) -> int:
+        return -(-max(self.tokens, default=0) // BLOCK)
+
+    def lengths(self, device: torch.device) -> torch.Tensor:
+        """`[B]` int64 of `tokens` on a device; kept there, so that a decode step advances it without a copy."""
+        if device not in self._device:
+            self._device[device] = torch.tensor(self.tokens, dtype=torch.int64, device=device)
+        return self._device[device]
+
+    def extend(self, valid: torch.Tensor) -> None:
+        """New columns. valid: `[B, q]` bool on the host."""
+        self.valid = torch.cat((self.valid, valid), 1)
+        self.tokens = [n + new for n, new in zip(self.tokens, valid.sum(1).tolist())]
+        self._device.clear()
+
+    def advance(self, count: int) -> None:
+        """`count` real tokens more in every row; the device's lengths are advanced in place."""
+        self.valid = torch.cat((self.valid, self.valid.new_ones((len(self), count))), 1)
+        self.tokens = [n + count for n in self.tokens]
+        for lengths in self._device.values():
+            lengths.add_(count)
+
+    def crop(self, count: int) -> None:
+        """Drop the last `count` columns."""
+        keep = self.columns - min(count, self.columns)
+        self._set(self.valid[:, :keep])
+
+    def hide(self, row: int, kept: torch.Tensor) -> None:
+        """`kept` `[columns]` bool replaces the row's validity."""
+        self.valid[row] = kept
+        self._set(self.valid)
+
+    def _set(self, valid: torch.Tensor) -> None:
+        self.valid = valid
+        self.tokens = valid.sum(1).tolist()
+        self._device.clear()
+
+    def select(self, index: list[int]) -> None:
+        self._set(self.valid[index])
+
+    def fork(self) -> "Rows":
+        other = Rows(len(self))
+        other._set(self.valid.clone())
+        return other

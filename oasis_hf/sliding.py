@@ -1,0 +1,200 @@
+"""One sliding-window layer: small, so it stays resident and dense, in a ring."""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .attention import dense_attention
+from .config import TAIL
+from .ops.reference import masked_attention
+from .state import State, Step
+
+
+class SlidingLayer(CacheLayerMixin):
+    """Keys and values `[B, H, R, D]`: column p (padding included, as transformers counts) stands at p % R.
+
+    R is the window plus some slack, so that drafts beyond the committed length and `crop` find the past intact.
+
+    Args:
+        state: what the layers of the cache share. window: in tokens.
+    """
+
+    is_sliding = True
+    is_croppable = True
+
+    def __init__(self, state: State, window: int) -> None:
+        super().__init__()
+        self.state, self.window = state, window
+        self.size = window + state.config.sliding_slack
+        self.high = 0  # columns ever written since the last reset: the ring holds the last R of them
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        rows, heads, _, _ = key_states.shape
+        if self.state.rows is None:
+            self.state.open_rows(rows)
+        self.keys = key_states.new_zeros((rows, heads, self.size, key_states.shape[-1]))
+        self.values = value_states.new_zeros((rows, heads, self.size, value_states.shape[-1]))
+        self.real = torch.zeros((rows, self.size), dtype=torch.bool, device=key_states.device)
+        self.device, self.is_initialized, self.high = key_states.device, True, 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of this forward, handed back as they are: `attend` stores them."""
+        self.state.need_step()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.state.rows.columns if self.state.rows is not None else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        offset = max(self.get_seq_length() - self.window + 1, 0)
+        return self.get_seq_length() + query_length - offset, offset
+
+    def get_max_length(self) -> int:
+        return self.window
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.state.rows) if self.state.rows is not None else -1
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """query `[B, Hq, q, D]`, keys and values `[B, H, q, D]`, drafts last. Returns `[B, Hq, q, D]`."""
+        step = self.state.need_step()
+        if step.mode == "prefill":
+            out = self._prefill(step, query, keys, values, scaling, sinks)
+        else:
+            out = self._decode(step, query, keys, values, scaling, sinks)
+        return out
+
+    def _prefill(
+        self, step: Step, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        past, seen = None, None
+        if step.columns:
+            first = max(0, step.columns - self.window + 1)
+            at = torch.arange(first, step.columns, device=keys.device) % self.size
+            past = (self.keys.index_select(2, at), self.values.index_select(2, at))
+            seen = self.real.index_select(1, at)
+        valid = None if step.valid is None else step.valid.to(keys.device)
+        if seen is not None and past is not None and past[0].shape[2] == 0:
+            past, seen = None, None
+        out = dense_attention(query, keys, values, past, seen, valid, scaling, sinks, self.window)
+        count = keys.shape[2]
+        if step.columns and count > self.state.config.sliding_slack - TAIL:
+            self._grow(step.columns, self.window + 2 * count)
+        skip = max(0, count - self.size)
+        at = torch.arange(step.columns + skip, step.columns + count, device=keys.device) % self.size
+        self.keys[:, :, at], self.values[:, :, at] = keys[:, :, skip:], values[:, :, skip:]
+        self.real[:, at] = True if valid is None else valid[:, skip:]
+        self.high = max(self.high, step.columns + count)
+        return out
+
+    def _grow(self, columns: int, size: int) -> None:
+        """A longer ring, so that a long verified stretch can be cropped again."""
+        if size <= self.size:
+            return
+        first = max(0, columns - self.size)
+        old = torch.arange(first, columns, device=self.device) % self.size
+        new = torch.arange(first, columns, device=self.device) % size
+        for name, dim in (("keys", 2), ("values", 2), ("real", 1)):
+            tensor = getattr(self, name)
+            shape = list(tensor.shape)
+            shape[dim] = size
+            setattr(self, name, tensor.new_zeros(shape).index_copy_(dim, new, tensor.index_select(dim, old)))
+        self.size = size
+
+    def _decode(
+        self, step: Step, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        rows, heads, count, dim = keys.shape
+        entry = torch.arange(count, device=keys.device)
+        at = (step.columns + entry) % self.size
+        self.keys.index_copy_(2, at, keys)
+        self.values.index_copy_(2, at, values)
+        self.real.index_fill_(1, at, True)
+        self.high = max(self.high, step.columns + count)
+        end = step.columns + count - 1
+        position = end - (end - torch.arange(self.size, device=keys.device)) % self.size  # column at each ring place
+        # A draft stands behind its parent, which need not be the entry before it.
+        depth = step.tail_mask(keys.device).sum(-1) - 1
+        visible = (position < step.columns) & (position >= 0)
+        in_window = position > (step.columns + depth)[:, None] - self.window
+        allowed = (visible & in_window)[None] & self.real[:, None]
+        tail = step.tail_mask(keys.device)[:, :count] & (depth[:, None] - depth < self.window)
+        allowed = allowed.index_copy(2, at, tail.expand(rows, -1, -1))
+        group = query.shape[1] // heads
+        packed = query.reshape(rows, heads, group * count, dim)
+        if sinks is not None:
+            sinks = sinks.view(heads, group, 1).expand(-1, -1, count).reshape(1, heads, -1, 1)
+        mask = allowed.repeat(1, group, 1).unsqueeze(1)
+        return masked_attention(packed, self.keys, self.values, mask, scaling, sinks).reshape(query.shape)
+
+    def commit(self, entry: int, position: int) -> None:
+        """A tail entry that stands `entry` columns behind the step's first is accepted at column `position`."""
+        if self._tail_start + entry != position:
+            source, target = (self._tail_start + entry) % self.size, position % self.size
+            self.keys[:, :, target] = self.keys[:, :, source]
+            self.values[:, :, target] = self.values[:, :, source]
+        self.real[:, position % self.size] = True
+
+    def prepare(self, count: int) -> None:
+        self._tail_start = self.get_seq_length()
+
+    def first_select(self) -> None:
+        """Everything is resident."""
+
+    def check_crop(self, columns: int) -> None:
+        """Raise if the ring no longer holds the window before `columns`."""
+        if self.is_initialized and self.high > self.size and max(0, columns - self.window + 1) < self.high - self.size:
+            raise ValueError(
+                f"crop to {columns:,} tokens reaches behind what a sliding-window layer keeps ({self.size:,} tokens, "
+                f"written up to {self.high:,}): crop less, or set OasisConfig.sliding_slack above "
+                f"{self.high - columns + TAIL:,}."
+            )
+
+    def rewind(self, removed: int, reopened: bool) -> None:
+        """The length is the rows' own; the ring keeps what it has."""
+
+    def hide(self, row: int, valid: torch.Tensor) -> None:
+        """A row's columns `[columns]` bool changed: padding hides what was a token."""
+        columns = valid.shape[0]
+        first = max(0, columns - self.size)
+        at = torch.arange(first, columns) % self.size
+        self.real[row, at.to(self.device)] = valid[first:].to(self.device)
+
+    def select_rows(self, index: list[int]) -> None:
+        if self.is_initialized:
+            at = torch.tensor(index, device=self.device)
+            self.keys, self.values = self.keys.index_select(0, at), self.values.index_select(0, at)
+            self.real = self.real.index_select(0, at)
+
+    def reset(self) -> None:
+        self.high = 0
+        if self.is_initialized:
+            self.real.zero_()
+
+    def drop(self) -> None:
+        self.is_initialized, self.high = False, 0
+        self.keys = self.values = None
+
+    def fork(self, state: State) -> "SlidingLayer":
+        other = SlidingLayer(state, self.window)
+        other.size = self.size
+        if self.is_initialized:
+            other.keys, other.values, other.real = self.keys.clone(), self.values.clone(), self.real.clone()
+            other.device, other.is_initialized, other.high = self.device, True, self.high
+        return other
+
+    @property
+    def device_bytes(self) -> tuple[int, int]:
+        """Ring and summaries on the model's device."""
+        return (self.keys.nbytes + self.values.nbytes, 0) if self.is_initialized else (0, 0)

@@ -1,0 +1,153 @@
+"""What the layers of one cache share: configuration, rows, store, and the forward under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Callable
+
+import torch
+
+from .config import BLOCK, OasisConfig
+from .rows import Rows
+from .store import BlockStore, HostStore, ResidentStore
+from .tail import Tail
+
+
+@dataclass
+class Step:
+    """One forward, as the wrapper set it.
+
+    Attributes:
+        mode: "prefill" (dense over everything), "decode" or "verify" (over the working set).
+        number: rises with every forward; the clock of `last_selected`.
+        count: tokens that stay (they are appended). drafts: rows stacked behind them.
+        starts: real tokens a row before it. columns: columns before it.
+        valid: prefill only: `[B, q]` bool on the host, or None when all are real.
+        tail: decode and verify only.
+        weights: `[B, W + drafts]`, what each recent and draft query counts in the prediction; None: no prediction.
+        on_demand: select and fetch before attending.
+    """
+
+    mode: str
+    number: int
+    count: int
+    starts: list[int]
+    columns: int
+    drafts: int = 0
+    valid: torch.Tensor | None = None
+    tail: Tail | None = None
+    weights: torch.Tensor | None = None
+    on_demand: bool = False
+    tick: Callable[[], None] | None = None
+    _masks: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+
+    def tail_mask(self, device: torch.device) -> torch.Tensor:
+        if device not in self._masks:
+            assert self.tail is not None
+            self._masks[device] = self.tail.mask(device)
+        return self._masks[device]
+
+    @property
+    def ends(self) -> list[int]:
+        if self.valid is None:
+            return [n + self.count for n in self.starts]
+        return [n + new for n, new in zip(self.starts, self.valid.sum(1).tolist())]
+
+    def kept(self, row: int) -> torch.Tensor | None:
+        """Columns of this prefill that are real tokens of a row, or None when all are."""
+        if self.valid is None or bool(self.valid[row].all()):
+            return None
+        return self.valid[row].nonzero().squeeze(1)
+
+
+class State:
+    """Shared by the layers of one cache.
+
+    Attributes:
+        rows: lengths and validity; None before the first forward.
+        store: where the full KV lives; made when the first sparse layer sees its keys.
+        slots, cap: S and C. window: recent queries kept a layer.
+        first_due: the working set must be selected anew before the next decode step.
+        dirty_from: a row's first block whose slot is out of date since the last selection.
+    """
+
+    def __init__(self, config: OasisConfig, sparse_layers: int, window: int) -> None:
+        self.config, self.sparse_layers, self.window = config, sparse_layers, window
+        self.rows: Rows | None = None
+        self.store: BlockStore | None = None
+        self.slots = self.cap = 0
+        self.block_bytes = 0
+        self.step: Step | None = None
+        self.number = 0
+        self.first_due = False
+        self.dirty_from: list[int] = []
+
+    def open_rows(self, batch: int) -> Rows:
+        self.rows = Rows(batch)
+        self.dirty_from = [0] * batch
+        return self.rows
+
+    def open_store(self, keys: torch.Tensor) -> BlockStore:
+        """The store, made from the first keys `[B, H, q, D]` seen."""
+        rows, heads, _, dim = keys.shape
+        if self.store is None:
+            config = self.config
+            dtype = keys.dtype if config.host_dtype == "model" else getattr(torch, config.host_dtype)
+            self.block_bytes = 2 * BLOCK * dim * keys.element_size()
+            self.slots = config.slots_for(self.sparse_layers, rows, heads, self.block_bytes)
+            self.cap = config.fetch_cap(self.slots)
+            self._check_device_memory(keys)
+            if config.store == "resident":
+                self.store = ResidentStore(self.sparse_layers, rows, heads, dim, dtype, keys.device)
+            else:
+                self.store = HostStore(
+                    self.sparse_layers, rows, heads, dim, dtype, keys.is_cuda, config.host_capacity_tokens
+                )
+        return self.store
+
+    def _check_device_memory(self, keys: torch.Tensor) -> None:
+        if not keys.is_cuda:
+            return
+        rows, heads, _, dim = keys.shape
+        most = max(self.step.ends) if self.step is not None else 0
+        slots = self.sparse_layers * rows * heads * min(self.slots, most // BLOCK + 1) * self.block_bytes
+        size = 1 if self.config.summary_dtype == "int8" else keys.element_size()
+        summaries = self.sparse_layers * rows * heads * (most // BLOCK + 1) * self.config.parts * 2 * dim * size
+        free, _ = torch.cuda.mem_get_info(keys.device)
+        if slots + summaries > free:
+            raise MemoryError(
+                f"The working set needs {slots / 2**30:.2f} GiB ({self.sparse_layers} layers x {rows} rows x {heads} "
+                f"KV heads x {self.slots} slots x {self.block_bytes:,} bytes) and summaries {summaries / 2**30:.2f} "
+                f"GiB of GPU memory, but {free / 2**30:.2f} GiB are free; use fewer rows, a smaller budget or "
+                "summary_dtype='int8'."
+            )
+
+    def need_rows(self) -> Rows:
+        assert self.rows is not None, "no forward has run on this cache"
+        return self.rows
+
+    def need_step(self) -> Step:
+        if self.step is None:
+            raise RuntimeError(
+                "OasisCache.update was called outside its model's forward: pass the cache to the model it was made "
+                "for, OasisCache(model)."
+            )
+        return self.step
+
+    def mark_dirty(self, starts: list[int]) -> None:
+        """Content at and beyond these tokens changed in the store only."""
+        self.first_due = True
+        self.dirty_from = [min(old, n // BLOCK) for old, n in zip(self.dirty_from, starts)]
+
+    @property
+    def grows_sparse(self) -> bool:
+        """Whether any row fills its slots at its next block: from here on blocks are predicted."""
+        return self.need_rows().most_blocks >= self.slots
+
+    def fork(self) -> "State":
+        other = State(self.config, self.sparse_layers, self.window)
+        other.rows = self.rows.fork() if self.rows is not None else None
+        other.store = self.store.fork() if self.store is not None else None
+        other.slots, other.cap, other.block_bytes = self.slots, self.cap, self.block_bytes
+        other.number, other.first_due, other.dirty_from = self.number, self.first_due, list(self.dirty_from)
+        return other

@@ -1,0 +1,32 @@
+"""Counters, kept on the device and read once."""
+
+from __future__ import annotations
+
+import torch
+
+COUNTERS = ("hits", "fetched", "capped", "late", "wasted", "first", "reopened", "on_demand")
+"""Blocks, summed over rows and steps. hits: predicted and resident; fetched: moved in by a decode step under the
+cap; capped: predicted but over the cap; late: not there when attention started; wasted: moved in and evicted unread;
+first: moved by a first selection; reopened: moved because `crop` reopened their block; on_demand: moved on the
+critical path."""
+
+
+class Counters:
+    """`[len(COUNTERS), H]` int64 for one layer."""
+
+    def __init__(self, heads: int, device: torch.device) -> None:
+        self.values = torch.zeros((len(COUNTERS), heads), dtype=torch.int64, device=device)
+
+    def add(self, name: str, amount: torch.Tensor) -> None:
+        """amount: `[H]`."""
+        self.values[COUNTERS.index(name)] += amount
+
+    def add_selection(self, counts: torch.Tensor, wasted: torch.Tensor) -> None:
+        """counts: `[3, H]` hits, fetched, capped, as `ops.select` returns them; wasted: `[H]`."""
+        self.values[:3] += counts
+        self.values[COUNTERS.index("wasted")] += wasted
+
+    def fork(self) -> "Counters":
+        other = Counters(self.values.shape[1], self.values.device)
+        other.values.copy_(self.values)
+        return other

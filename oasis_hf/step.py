@@ -1,0 +1,269 @@
+"""One forward of the model: its mode, its stacked drafts, and the memo of rows already verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Callable
+
+import torch
+
+from . import attach
+from .config import TAIL
+from .lookahead import draft_rows, query_weights, wants_drafts
+from .progress import prefill_bar
+from .state import Step
+from .tail import Tail
+
+if TYPE_CHECKING:
+    from .cache import OasisCache
+
+_RATE = 0.05  # weight of the newest outcome in the running acceptance rate
+
+
+@dataclass
+class Memo:
+    """Verified rows of the last forward. tokens: `[B, k]` drafts; logits: k of `[B, 1, V]`; output: what the model
+    returned, as a template; used: how many were taken."""
+
+    tokens: torch.Tensor
+    logits: list[torch.Tensor]
+    output: Any
+    used: int = 0
+
+
+class Stepper:
+    """Runs a cache's forwards.
+
+    Attributes:
+        acceptance: running rate at which a verified draft was the next input.
+        recording: None; "armed" after `activate_past_recording` (the next forward is the prompt's); "on" (a
+            several-token forward is the caller's own verification).
+        forced: mode set by `cache.mode(...)`, or None.
+        skipped: forwards saved by memoised acceptance.
+    """
+
+    def __init__(self, cache: "OasisCache") -> None:
+        self.cache = cache
+        self.acceptance = 0.5
+        self.recording: str | None = None
+        self.forced: str | None = None
+        self.memo: Memo | None = None
+        self.tail: Tail | None = None
+        self.ended: torch.Tensor | None = None
+        self.skipped = self.forwards = 0
+
+    def forget(self) -> None:
+        """Rows or lengths changed under the memo and the tail."""
+        self.memo = self.tail = None
+
+    # -- entry --------------------------------------------------------------------------------------------------------
+
+    def run(self, inner: Callable[..., Any], call: dict[str, Any], name: str, keeps_logits: bool) -> Any:
+        """The wrapped forward. call: its arguments by name, the cache under `name`."""
+        _refuse(call, self.cache.model)
+        given = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
+        if given is None:
+            raise ValueError("OasisCache needs input_ids or inputs_embeds in the model's call.")
+        batch, count = given.shape[:2]
+        rows = self.cache.rows_for(batch)
+        mode = self._mode(count, rows.columns)
+        # Buffers outlive the call, so they must not become inference tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            if mode != "prefill" and count <= TAIL:
+                return self._decode(inner, call, name, keeps_logits, mode, count)
+            return self._prefill(inner, call, count)
+
+    def _mode(self, count: int, columns: int) -> str:
+        recording, self.recording = self.recording, "on" if self.recording == "armed" else self.recording
+        if attach.in_prefill():
+            self.recording = None
+            return "prefill"
+        if self.forced is not None:
+            return self.forced
+        if columns == 0 or recording == "armed":
+            return "prefill"
+        if count == 1:
+            return "decode"
+        return "verify" if recording == "on" else "prefill"
+
+    # -- a prompt, a chunk, a turn ------------------------------------------------------------------------------------
+
+    def _prefill(self, inner: Callable[..., Any], call: dict[str, Any], count: int) -> Any:
+        cache, state = self.cache, self.cache.state
+        rows = state.need_rows()
+        self.forget()
+        valid = cache.new_columns(call.get("attention_mask"), count)
+        state.number += 1
+        step = Step("prefill", state.number, count, list(rows.tokens), rows.columns, valid=valid)
+        call["attention_mask"] = None
+        with prefill_bar(state.config.progress, count, len(cache.layers)) as step.tick:
+            out = self._forward(inner, call, step)
+        starts = rows.lengths(cache.device).clone()
+        state.mark_dirty(step.starts)
+        rows.extend(torch.ones((len(rows), count), dtype=torch.bool) if valid is None else valid)
+        cache.drafter.observe(call.get("input_ids"), starts, valid)
+        self.ended = None
+        return out
+
+    def _forward(self, inner: Callable[..., Any], call: dict[str, Any], step: Step) -> Any:
+        state = self.cache.state
+        state.step = step
+        self.forwards += 1
+        try:
+            return inner(**call)
+        finally:
+            state.step = None
+
+    # -- a decode step, or a caller's own verification ----------------------------------------------------------------
+
+    def _decode(
+        self, inner: Callable[..., Any], call: dict[str, Any], name: str, keeps_logits: bool, mode: str, count: int
+    ) -> Any:
+        cache, state = self.cache, self.cache.state
+        config, rows = state.config, state.need_rows()
+        ids = call.get("input_ids")
+        if config.speculate and ids is not None and count == 1:
+            remembered = self._recall(ids, call, name)
+            if remembered is not None:
+                return remembered
+        self.forget()
+        state.number += 1
+        if state.first_due:
+            cache.first_select()
+        cache.prepare(count)
+
+        drafts, found = 0, None
+        positions = self._positions(call, count)
+        if self._may_draft(ids, mode, call):
+            draft = cache.drafter.propose(ids[:, 0], rows.lengths(ids.device), draft_rows(config))
+            drafts, found = draft.tokens.shape[1], draft.found
+            ids = torch.cat((ids, draft.tokens), 1)
+            ahead = torch.arange(1, drafts + 1, device=positions.device)
+            positions = torch.cat((positions, positions[..., -1:] + ahead), -1)
+        self.tail = Tail.chain(ids, positions, count, drafts)
+        weights = None
+        if state.grows_sparse:
+            weights = self._weights(count, drafts, found, call)
+        step = Step(
+            mode, state.number, count, list(rows.tokens), rows.columns, drafts, tail=self.tail, weights=weights,
+            on_demand=config.lookahead == "on_demand" and state.grows_sparse,
+        )  # fmt: skip
+        call = dict(call, attention_mask=None, position_ids=positions)
+        verified = config.draft_tokens if config.speculate and drafts else 0
+        if drafts:
+            call["input_ids"] = ids
+            if keeps_logits:
+                call["logits_to_keep"] = torch.arange(1 + verified, device=ids.device)
+        out = self._forward(inner, call, step)
+        starts = rows.lengths(cache.device).clone() if cache.drafter.proposes else rows.lengths(cache.device)
+        rows.advance(count)
+        cache.drafter.observe(None if ids is None else ids[:, :count], starts, None)
+        cache.take_snapshot()
+        if not drafts:
+            return out
+        if verified:
+            logits = out["logits"] if not isinstance(out, tuple) else out[0]
+            kept = [logits[:, i : i + 1] for i in range(1, 1 + verified)]
+            self.memo = Memo(ids[:, 1 : 1 + verified], kept, out)
+        return _first_rows(out, count, count + drafts, 1 + verified)
+
+    def _positions(self, call: dict[str, Any], count: int) -> torch.Tensor:
+        positions = call.get("position_ids")
+        if positions is None:
+            # What every model does on its own: columns, padding included.
+            columns = self.cache.state.need_rows().columns
+            positions = torch.arange(columns, columns + count, device=self.cache.device).unsqueeze(0)
+        return positions
+
+    def _may_draft(self, ids: torch.Tensor | None, mode: str, call: dict[str, Any]) -> bool:
+        cache, config = self.cache, self.cache.state.config
+        if ids is None or mode != "decode" or not cache.drafter.proposes or not wants_drafts(config):
+            return False
+        # Without speculation a draft serves prediction only; per-token router logits can't be sliced apart.
+        return (config.speculate or cache.state.grows_sparse) and not call.get("output_router_logits")
+
+    def _weights(
+        self, count: int, drafts: int, found: torch.Tensor | None, call: dict[str, Any]
+    ) -> torch.Tensor | None:
+        state = self.cache.state
+        rows, device = len(state.need_rows()), self.cache.device
+        weights = query_weights(state.config, state.window, drafts, found, self.acceptance, rows, device)
+        if weights is not None and count > 1:
+            # The caller's own candidates: which of them stays is not known yet, so all of them count alike.
+            weights = torch.zeros_like(weights)
+            weights[:, -min(count, state.window) :] = 1 / min(count, state.window)
+        return weights
+
+    # -- memoised acceptance ------------------------------------------------------------------------------------------
+
+    def _recall(self, ids: torch.Tensor, call: dict[str, Any], name: str) -> Any:
+        """The remembered row, if every unfinished row's input is its draft: no forward. Reads one bool."""
+        memo = self.memo
+        token = ids[:, 0]
+        ended = self._note_ended(token)
+        if memo is None or memo.used >= memo.tokens.shape[1] or call.get("output_hidden_states"):
+            return None
+        hit = bool(((memo.tokens[:, memo.used] == token) | ended).all())
+        self.acceptance += _RATE * (hit - self.acceptance)
+        if not hit:
+            return None
+        assert self.tail is not None
+        self.cache.commit([memo.used])
+        logits, memo.used = memo.logits[memo.used], memo.used + 1
+        self.skipped += 1
+        if isinstance(memo.output, tuple):
+            return (logits, self.cache)
+        return type(memo.output)(**{"logits": logits, name: self.cache})
+
+    def _note_ended(self, token: torch.Tensor) -> torch.Tensor:
+        """Rows that are fed padding after their end `[B]` bool; remembers which have ended."""
+        generation = getattr(self.cache.model, "generation_config", None)
+        ends = getattr(generation, "eos_token_id", None)
+        ends = [ends] if isinstance(ends, int) else list(ends or ())
+        pad = getattr(generation, "pad_token_id", None)
+        pad = pad if pad is not None else (ends[0] if ends else -1)
+        if self.ended is None:
+            self.ended = torch.zeros_like(token, dtype=torch.bool)
+        fed_padding = self.ended & (token == pad)
+        stops = token == pad
+        for end in ends:
+            stops = stops | (token == end)
+        self.ended = self.ended | stops
+        return fed_padding
+
+
+def _refuse(call: dict[str, Any], model: Any) -> None:
+    """Calls that would be silently wrong."""
+    if call.get("use_cache") is False:
+        raise ValueError(
+            "use_cache=False with an OasisCache would append the whole sequence at every step: leave use_cache on, or "
+            "pass no cache."
+        )
+    if call.get("output_attentions") or (
+        call.get("output_attentions") is None and getattr(model.config, "output_attentions", False)
+    ):
+        raise ValueError(
+            "OasisCache gives no attention weights (most of the context is not in the working set): set "
+            "output_attentions=False, or use DynamicCache."
+        )
+    mask = call.get("attention_mask")
+    if isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.ndim != 2):
+        raise ValueError("OasisCache takes a 2D attention_mask [rows, tokens]: pass padding only, not a prepared mask.")
+    if call.get("cu_seq_lens_q") is not None:
+        raise ValueError("OasisCache does not take packed sequences: pass rows with padding instead.")
+
+
+def _first_rows(out: Any, count: int, total: int, logits: int) -> Any:
+    """The output without what belongs to drafts. total: rows run; logits: rows that the head was asked for."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value[:, :count] if value.ndim > 1 and value.shape[1] in (total, logits) else value
+        if isinstance(value, tuple):
+            return tuple(cut(item) for item in value)
+        return value
+
+    if isinstance(out, tuple):
+        return tuple(cut(item) for item in out)
+    kept = {key: cut(value) for key, value in out.items()}
+    return type(out)(**kept)

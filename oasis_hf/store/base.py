@@ -1,0 +1,67 @@
+"""The interface of a tier that holds the full KV of every row."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+
+class BlockStore(ABC):
+    """The full KV of a cache, all sparse layers, by block.
+
+    Row lengths in tokens are python integers kept by the caller, so nothing here waits for the device. `layer` is the
+    index among the sparse layers. `H` KV heads, `D` head_dim.
+
+    Attributes:
+        bytes_copied: bytes of pages copied from page to page so far (copy-on-write of open blocks).
+    """
+
+    bytes_copied: int = 0
+
+    @abstractmethod
+    def ensure(self, old: list[int], new: list[int]) -> None:
+        """Make room for rows to grow from `old` to `new` tokens; a page that would be written and is shared is copied.
+
+        Raises:
+            HostMemoryError: the memory does not hold it; the message has the arithmetic.
+        """
+
+    @abstractmethod
+    def write(self, layer: int, row: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Tokens `start` and on of a row. keys, values: `[H, n, D]`."""
+
+    @abstractmethod
+    def append(self, layer: int, lengths: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """One token a row at `lengths` `[B]` (on the device). keys, values: `[B, H, D]`."""
+
+    @abstractmethod
+    def read(self, layer: int, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[H, stop - start, D]` of a row, in the store's memory."""
+
+    @abstractmethod
+    def gather(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, plan_block: torch.Tensor, plan_slot: torch.Tensor
+    ) -> None:
+        """Planned blocks into their slots: see `ops.reference.gather`."""
+
+    @abstractmethod
+    def truncate(self, new: list[int]) -> None:
+        """Rows now have `new` tokens: give back what lies beyond."""
+
+    @abstractmethod
+    def select_rows(self, index: list[int]) -> None:
+        """Row i becomes the old row `index[i]`; closed blocks are shared, not copied."""
+
+    @abstractmethod
+    def fork(self) -> "BlockStore":
+        """A store with the same content that goes its own way from here."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """No rows hold anything."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of blocks held now (shared ones once)."""

@@ -1,0 +1,165 @@
+"""The host tier: pages in (pinned) CPU memory behind a table [layer, row, kv_head, block] -> page."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from .. import ops
+from ..config import BLOCK
+from .base import BlockStore
+from .pages import HostMemoryError, PagePool
+
+
+def blocks_of(tokens: int) -> int:
+    """Blocks that hold `tokens` tokens, the open one included."""
+    return -(-tokens // BLOCK)
+
+
+class HostStore(BlockStore):
+    """Pages of a shared `PagePool`, named by a table; branching copies the table and shares the pages.
+
+    Args:
+        layers, rows, heads: extent of the table (sparse layers, rows, local KV heads).
+        head_dim: D. dtype: of the pages. pin: register the memory with CUDA.
+        capacity_tokens: most tokens a row; committed at once. None: grows as needed.
+    """
+
+    def __init__(
+        self, layers: int, rows: int, heads: int, head_dim: int, dtype: torch.dtype, pin: bool,
+        capacity_tokens: int | None = None, pool: PagePool | None = None,
+    ) -> None:  # fmt: skip
+        self.capacity_tokens = capacity_tokens
+        self.pool = pool if pool is not None else PagePool(head_dim, dtype, pin)
+        self.table = torch.full((layers, rows, heads, 0), -1, dtype=torch.int64)
+        self.blocks = [0] * rows
+        self._shared = False
+        self._watch()
+        if capacity_tokens is not None and pool is None:
+            self._preallocate(capacity_tokens)
+
+    def _watch(self) -> None:
+        """Give the pages back when the last reference to this store goes."""
+        holder = self._holder = [self.table]
+        self._finalizer = weakref.finalize(self, _release, self.pool, holder)
+
+    def _set_table(self, table: torch.Tensor) -> None:
+        self.table = table
+        self._holder[0] = table
+
+    def _preallocate(self, tokens: int) -> None:
+        layers, rows, heads, _ = self.table.shape
+        pages = self.pool.allocate(layers * rows * heads * blocks_of(tokens))
+        self.pool.pages[pages[0] : pages[-1] + 1].zero_()  # touched: committed by the system, not just reserved
+        self.pool.release(pages)
+
+    def ensure(self, old: list[int], new: list[int]) -> None:
+        if self.capacity_tokens is not None and max(new) > self.capacity_tokens:
+            raise HostMemoryError(
+                f"A row would hold {max(new):,} tokens, but host_capacity_tokens={self.capacity_tokens:,}: raise it, "
+                "or leave it None to grow as needed."
+            )
+        want = [blocks_of(n) for n in new]
+        fresh = [(row, have, blocks) for row, (have, blocks) in enumerate(zip(self.blocks, want)) if blocks > have]
+        if fresh:
+            layers, _, heads, capacity = self.table.shape
+            self._widen(max(want), capacity)
+            counts = [blocks - have for _, have, blocks in fresh]
+            pages = self.pool.allocate(layers * heads * sum(counts)).split([layers * heads * c for c in counts])
+            for (row, have, blocks), page in zip(fresh, pages):
+                self.table[:, row, :, have:blocks] = page.view(layers, heads, blocks - have)
+                self.blocks[row] = blocks
+        if self._shared:
+            for row, (before, after) in enumerate(zip(old, new)):
+                if after > before and before % BLOCK:
+                    self._unshare(row, before // BLOCK)
+
+    def _widen(self, blocks: int, capacity: int) -> None:
+        if blocks > capacity:
+            room = torch.full((*self.table.shape[:3], max(blocks, 2 * capacity) - capacity), -1, dtype=torch.int64)
+            self._set_table(torch.cat((self.table, room), -1))
+
+    def _unshare(self, row: int, block: int) -> None:
+        """Copy-on-write of an open block's pages."""
+        pages = self.table[:, row, :, block]
+        shared = self.pool.references[pages] > 1
+        if shared.any():
+            old = pages[shared]
+            new = self.pool.allocate(len(old))
+            self.pool.pages[new] = self.pool.pages[old]
+            self.table[:, row, :, block][shared] = new
+            self.pool.release(old)
+            self.bytes_copied += len(old) * self.pool.page_bytes
+
+    def write(self, layer: int, row: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        pages = self.pool.pages
+        both = torch.stack((keys, values), 1).to(pages.device, pages.dtype)  # [H, 2, n, D]
+        count = both.shape[2]
+        table = self.table[layer, row]
+        head = min(-start % BLOCK, count)
+        whole = (count - head) // BLOCK
+        if whole:
+            first = (start + head) // BLOCK
+            body = both[:, :, head : head + whole * BLOCK].unflatten(2, (whole, BLOCK)).transpose(1, 2)
+            pages[table[:, first : first + whole]] = body
+        for low, high in ((0, head), (head + whole * BLOCK, count)):
+            if high > low:
+                block, offset = divmod(start + low, BLOCK)
+                pages[table[:, block], :, offset : offset + high - low] = both[:, :, low:high]
+
+    def append(self, layer: int, lengths: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        pages, table = self.pool.pages, self.table[layer]
+        lengths = lengths.to(table.device)
+        block = (lengths // BLOCK)[:, None, None].expand(-1, table.shape[1], 1)
+        page = table.gather(2, block).squeeze(2)
+        both = torch.stack((keys, values), 2).to(pages.device, pages.dtype)  # [B, H, 2, D]
+        pages[page, :, (lengths % BLOCK)[:, None]] = both
+
+    def read(self, layer: int, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first, last = start // BLOCK, blocks_of(stop)
+        blocks = self.pool.pages[self.table[layer, row, :, first:last]]  # [H, n, 2, 16, D]
+        both = blocks.transpose(1, 2).flatten(2, 3)[:, :, start - first * BLOCK : stop - first * BLOCK]
+        return both[:, 0], both[:, 1]
+
+    def gather(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, plan_block: torch.Tensor, plan_slot: torch.Tensor
+    ) -> None:
+        ops.gather(self.pool.pages, self.table[layer], keys, values, plan_block, plan_slot)
+
+    def truncate(self, new: list[int]) -> None:
+        for row, tokens in enumerate(new):
+            keep = blocks_of(tokens)
+            if keep < self.blocks[row]:
+                gone = self.table[:, row, :, keep : self.blocks[row]]
+                self.pool.release(gone.flatten())
+                gone.fill_(-1)
+                self.blocks[row] = keep
+
+    def select_rows(self, index: list[int]) -> None:
+        table = self.table[:, index].contiguous()
+        self.pool.retain(table[table >= 0])
+        self.pool.release(self.table[self.table >= 0])
+        self._set_table(table)
+        self.blocks = [self.blocks[i] for i in index]
+        self._shared = self._shared or len(set(index)) < len(index)
+
+    def fork(self) -> "HostStore":
+        layers, rows, heads, _ = self.table.shape
+        other = HostStore(layers, rows, heads, 0, self.pool.pages.dtype, False, self.capacity_tokens, self.pool)
+        other._set_table(self.table.clone())
+        other.blocks = list(self.blocks)
+        self.pool.retain(self.table[self.table >= 0])
+        self._shared = other._shared = True
+        return other
+
+    def reset(self) -> None:
+        self.truncate([0] * len(self.blocks))
+
+    @property
+    def nbytes(self) -> int:
+        return int((self.table >= 0).sum()) * self.pool.page_bytes
+
+
+def _release(pool: PagePool, holder: list[torch.Tensor]) -> None:
+    pool.release(holder[0][holder[0] >= 0])

@@ -1,0 +1,135 @@
+"""A growing pool of equal pages in host memory, reference-counted, pinned piece by piece where there is a GPU."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from typing import Any
+
+import torch
+
+from ..config import BLOCK
+
+PIECE_BYTES = 1 << 30
+"""Largest piece registered with CUDA at once: bigger ones are slower to pin and fail whole."""
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
+
+
+class HostMemoryError(MemoryError):
+    """The full KV does not fit in host memory."""
+
+
+def available_host_bytes() -> int:
+    """Bytes of host memory that can be taken without swapping."""
+    try:
+        with open("/proc/meminfo") as info:
+            for line in info:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _unpin(pieces: list[tuple[int, int]]) -> None:
+    for address, _ in pieces:
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
+
+
+class PagePool:
+    """Pages `[capacity, 2, 16, D]`: K then V of one block of one KV head.
+
+    One address range is reserved at once and costs nothing until it is touched, so the pool grows a page at a time,
+    copies nothing and keeps its base address. On CUDA each newly used piece is registered with `cudaHostRegister`,
+    exactly as large as needed (torch's pinned allocator rounds 3 GiB up to 4).
+
+    Args:
+        head_dim: D. dtype: of the pages. pin: register with CUDA.
+        reserve_bytes: address space to reserve; default the machine's physical memory.
+    """
+
+    def __init__(self, head_dim: int, dtype: torch.dtype, pin: bool, reserve_bytes: int | None = None) -> None:
+        self.page_bytes = 2 * BLOCK * head_dim * dtype.itemsize
+        if reserve_bytes is None:
+            reserve_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.capacity = max(1, reserve_bytes // self.page_bytes)
+        memory = mmap.mmap(-1, self.capacity * self.page_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        self.pages = torch.frombuffer(memory, dtype=dtype).view(self.capacity, 2, BLOCK, head_dim)
+        self.references = torch.zeros(0, dtype=torch.int32)
+        self.pin = pin
+        self._free = torch.zeros(0, dtype=torch.int64)
+        self._used = 0  # high-water mark: pages beyond it were never handed out
+        self._pieces: list[tuple[int, int]] = []
+        if pin:
+            weakref.finalize(self, _unpin, self._pieces)
+
+    def __deepcopy__(self, memo: Any) -> "PagePool":
+        # Pages are shared by design; each store holds its own table of references.
+        return self
+
+    @property
+    def pages_in_use(self) -> int:
+        return self._used - len(self._free)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(size for _, size in self._pieces)
+
+    def allocate(self, count: int) -> torch.Tensor:
+        """`[count]` page numbers, each referenced once.
+
+        Raises:
+            HostMemoryError: more than the host has; nothing is allocated.
+        """
+        fresh = max(0, count - len(self._free))
+        self._check(fresh)
+        reused = self._free[len(self._free) - (count - fresh) :]
+        self._free = self._free[: len(self._free) - (count - fresh)]
+        pages = torch.cat((reused, torch.arange(self._used, self._used + fresh)))
+        self._used += fresh
+        if self._used > len(self.references):
+            room = torch.zeros(max(self._used, 2 * len(self.references)) - len(self.references), dtype=torch.int32)
+            self.references = torch.cat((self.references, room))
+        if self.pin and self._used * self.page_bytes > self.pinned_bytes:
+            self._pin_to(self._used * self.page_bytes)
+        self.references[pages] = 1
+        return pages
+
+    def retain(self, pages: torch.Tensor) -> None:
+        """One more reference to each (a page named twice gains two)."""
+        self.references.index_add_(0, pages, torch.ones(len(pages), dtype=torch.int32))
+
+    def release(self, pages: torch.Tensor) -> None:
+        """One reference fewer to each; pages that nobody refers to are free again."""
+        self.references.index_add_(0, pages, torch.full((len(pages),), -1, dtype=torch.int32))
+        gone = pages[self.references[pages] == 0].unique()
+        self._free = torch.cat((self._free, gone))
+
+    def _check(self, fresh: int) -> None:
+        need, free = fresh * self.page_bytes, available_host_bytes()
+        if need > free or self._used + fresh > self.capacity:
+            raise HostMemoryError(
+                f"The full KV cache needs {fresh:,} more pages x {self.page_bytes:,} bytes = {need / 2**30:.2f} GiB of "
+                f"host memory, but {free / 2**30:.2f} GiB are available (pages in use: {self.pages_in_use:,}); use "
+                "fewer rows, a shorter context or a smaller host_dtype."
+            )
+
+    def _pin_to(self, needed: int) -> None:
+        page = mmap.PAGESIZE
+        done = self.pinned_bytes
+        # A little ahead, so that a long decode does not pin every sixteenth step; at most 1 % more than asked.
+        target = min(needed + needed // 100, self.capacity * self.page_bytes)
+        while done < needed:
+            size = min(PIECE_BYTES, -(-(target - done) // page) * page)
+            address = self.pages.data_ptr() + done
+            status = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[attr-defined]
+            if int(status) != 0:
+                raise HostMemoryError(
+                    f"CUDA could not pin {size / 2**30:.2f} GiB more of host memory (error {int(status)}; "
+                    f"{done / 2**30:.2f} GiB are pinned); use fewer rows or a shorter context, or raise the limit "
+                    "on locked memory."
+                )
+            self._pieces.append((address, size))
+            done += size

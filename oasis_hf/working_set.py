@@ -1,0 +1,130 @@
+"""The working set of one layer: slots, block table, ages, and the tail in front of them."""
+
+from __future__ import annotations
+
+import torch
+
+from . import ops
+from .config import BLOCK, TAIL
+
+FIRST_SLOTS = 8
+"""Slots allocated at first; doubled while rows are short, so that a large budget costs nothing until it is used."""
+
+
+class WorkingSet:
+    """Up to `slots` block-sized slots for each of B rows and H KV heads.
+
+    Attributes:
+        keys, values: `[B, H, TAIL + A*16, D]`: the tail, then the A slots allocated so far (A <= slots).
+        table: `[B, H, A]` slot -> block or -1. last_selected: `[B, H, A]` step. fresh: `[B, H, A]` bool, admitted
+            and not attended to yet. order: `[A]` breaks ties among equally old victims.
+    """
+
+    def __init__(
+        self, slots: int, rows: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, seed: int
+    ) -> None:
+        self.slots, self.seed = slots, seed
+        self.keys = torch.zeros((rows, heads, TAIL, dim), dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.table = torch.full((rows, heads, 0), -1, dtype=torch.int64, device=device)
+        self.last_selected = torch.zeros_like(self.table)
+        self.fresh = torch.zeros_like(self.table, dtype=torch.bool)
+        self.order = self._order(0)
+
+    def _order(self, slots: int) -> torch.Tensor:
+        if self.seed == 0:
+            return torch.arange(slots, device=self.table.device)
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randperm(slots, generator=generator).to(self.table.device)
+
+    @property
+    def allocated(self) -> int:
+        return self.table.shape[2]
+
+    def ensure(self, blocks: int) -> None:
+        """At least `min(blocks, slots)` slots."""
+        have, want = self.allocated, min(blocks, self.slots)
+        if want > have:
+            more = min(max(want, 2 * have, FIRST_SLOTS), self.slots) - have
+            rows, heads, _, dim = self.keys.shape
+            room = self.keys.new_zeros((rows, heads, more * BLOCK, dim))
+            self.keys = torch.cat((self.keys, room), 2)
+            self.values = torch.cat((self.values, room), 2)
+            empty = self.table.new_full((rows, heads, more), -1)
+            self.table = torch.cat((self.table, empty), 2)
+            self.last_selected = torch.cat((self.last_selected, torch.zeros_like(empty)), 2)
+            self.fresh = torch.cat((self.fresh, torch.zeros_like(empty, dtype=torch.bool)), 2)
+            self.order = self._order(self.allocated)
+
+    def write_tail(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Tail entries 0 and on. keys, values: `[B, H, q, D]`."""
+        count = keys.shape[2]
+        self.keys[:, :, :count] = keys
+        self.values[:, :, :count] = values
+
+    def attend(
+        self, query: torch.Tensor, lengths: torch.Tensor, tail_mask: torch.Tensor, scaling: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        self.fresh.zero_()
+        return ops.attend(query, self.keys, self.values, self.table, lengths, tail_mask, scaling, sinks)
+
+    def append_from_tail(self, entry: int, lengths: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tail entry -> open block. Returns slot `[B, H]` and wasted `[B, H]`: an evicted block nobody attended to."""
+        slot, evicted = ops.append(
+            self.keys, self.values, self.table, self.last_selected, lengths, self.order,
+            self.keys[:, :, entry], self.values[:, :, entry], step,
+        )  # fmt: skip
+        at = slot.unsqueeze(-1)
+        wasted = evicted & self.fresh.gather(2, at).squeeze(-1)
+        self.fresh.scatter_(2, at, False)
+        return slot, wasted
+
+    def slot_keys(self, slot: torch.Tensor) -> torch.Tensor:
+        """Keys `[B, H, 16, D]` of one slot `[B, H]` a row and head."""
+        index = TAIL + slot.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=slot.device)
+        return self.keys.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, self.keys.shape[-1]))
+
+    def select(
+        self, scores: torch.Tensor, lengths: torch.Tensor, cap: int, step: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`ops.select` on this set. Returns plan_block, plan_slot, counts and wasted `[H]`."""
+        plan_block, plan_slot, counts = ops.select(
+            scores, self.table, self.last_selected, lengths, self.order, cap, step
+        )
+        admitted = plan_block >= 0
+        old = self.fresh.gather(2, plan_slot)
+        self.fresh.scatter_(2, plan_slot, old | admitted)
+        return plan_block, plan_slot, counts, (old & admitted).sum((0, 2))
+
+    def forget_from(self, block: torch.Tensor) -> None:
+        """Empty the slots of blocks at or beyond `block` `[B]`: their content is no longer the row's."""
+        self.table.masked_fill_(self.table >= block[:, None, None], -1)
+        self.fresh &= self.table >= 0
+
+    def open_plan(self, lengths: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make each row's open block resident: the plan `[B, H, 1]` that fetches it where it is not."""
+        block = (lengths // BLOCK)[:, None, None].expand(*self.table.shape[:2], 1)
+        needed = (lengths % BLOCK > 0)[:, None, None]
+        resident = (self.table == block).any(-1, keepdim=True)
+        key = torch.where(self.table < 0, -1, self.last_selected) * self.allocated + self.order
+        slot = key.argmin(-1, keepdim=True)
+        missing = needed & ~resident
+        self.table.scatter_(2, slot, torch.where(missing, block, self.table.gather(2, slot)))
+        self.last_selected.masked_fill_((self.table == block) & needed, step)
+        return torch.where(missing, block, -1), slot
+
+    def select_rows(self, index: torch.Tensor) -> None:
+        for name in ("keys", "values", "table", "last_selected", "fresh"):
+            setattr(self, name, getattr(self, name).index_select(0, index))
+
+    def fork(self) -> "WorkingSet":
+        rows, heads, _, dim = self.keys.shape
+        other = WorkingSet(self.slots, rows, heads, dim, self.keys.dtype, self.keys.device, self.seed)
+        for name in ("keys", "values", "table", "last_selected", "fresh", "order"):
+            setattr(other, name, getattr(self, name).clone())
+        return other
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes + self.table.nbytes + self.last_selected.nbytes
