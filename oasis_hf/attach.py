@@ -12,8 +12,9 @@ import functools
 import inspect
 import types
 import weakref
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
@@ -42,6 +43,11 @@ def cache_name(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
+def text_config(model: Any) -> Any:
+    """The decoder's own config, which its attention modules read."""
+    return model.config.get_text_config(decoder=True)
+
+
 # -- which models ---------------------------------------------------------------------------------------------------
 
 
@@ -51,7 +57,7 @@ def layer_windows(model: Any) -> list[int | None]:
     Raises:
         UnsupportedModelError: for anything a working set can't serve.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     for refusal in _refusals(model, config):
         raise UnsupportedModelError(f"OasisCache does not support {type(model).__name__}: {refusal}")
     window = getattr(config, "sliding_window", None)
@@ -156,7 +162,7 @@ class _Forward:
         for name in _CACHE_NAMES:
             call.pop(name, None)
         call[self.name] = cache
-        config = model.config.get_text_config(decoder=True)
+        config = text_config(model)
         token, implementation = _active.set(cache), config._attn_implementation_internal
         config._attn_implementation_internal = NAME
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -157,7 +158,8 @@ class OasisCache(Report, Cache):
     @property
     def device(self) -> torch.device:
         """Where the model takes its input."""
-        return self.model.get_input_embeddings().weight.device
+        model: Any = self.model
+        return model.get_input_embeddings().weight.device
 
     # -- drafts ---------------------------------------------------------------------------------------------------
 
@@ -175,8 +177,10 @@ class OasisCache(Report, Cache):
             raise ValueError("There are no drafts to commit: they are gone once another forward or a crop has run.")
         for draft in path:
             entry = tail.count + draft
-            if not 0 <= draft or entry >= len(tail.parents) or tail.parents[entry] != tail.last:
-                raise ValueError(f"Draft {draft} does not follow entry {tail.last} of the tail (parents {tail.parents}).")
+            if not draft >= 0 or entry >= len(tail.parents) or tail.parents[entry] != tail.last:
+                raise ValueError(
+                    f"Draft {draft} does not follow entry {tail.last} of the tail (parents {tail.parents})."
+                )
             if self.state.store is not None:
                 self.state.store.ensure(rows.tokens, [n + 1 for n in rows.tokens])
             for layer in self.layers:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Mapping
+from typing import Any
 
 BLOCK = 16
 """Tokens in a block, the unit of selection, transfer and eviction (paper, section 4)."""
@@ -155,7 +156,8 @@ class OasisConfig:
         """Raise `ConfigError` if sink and recent blocks leave nothing of `slots - 1` to select."""
         if self.sink_blocks + self.recent_blocks > slots - 1:
             _fail(
-                "sink_blocks + recent_blocks", self.sink_blocks + self.recent_blocks,
+                "sink_blocks + recent_blocks",
+                self.sink_blocks + self.recent_blocks,
                 f"at most K = {slots - 1}, or a larger budget than {slots * BLOCK} tokens",
             )
 
@@ -183,7 +185,8 @@ class OasisConfig:
         slots = self.budget_bytes // one
         if slots < 2:
             _fail(
-                "budget_bytes", self.budget_bytes,
+                "budget_bytes",
+                self.budget_bytes,
                 f"at least {2 * one:,} bytes: two slots x {layers} layers x {rows} rows x {kv_heads} KV heads "
                 f"x {block_bytes:,} bytes a block",
             )

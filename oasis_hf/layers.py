@@ -122,7 +122,9 @@ class OasisLayer(CacheLayerMixin):
                 self.recent[row] = torch.cat((self.recent[row], row_query), 1)[:, -self.state.window :]
         return out
 
-    def _past(self, step: Step, keys: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
+    def _past(
+        self, step: Step, keys: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
         """Earlier keys and values `[B, H, P, D]`, streamed back from the store, and which exist `[B, P]`."""
         longest = max(step.starts)
         if longest == 0:

@@ -80,7 +80,9 @@ class Report:
         from rich.table import Table
 
         stats, rates, memory = self.stats(), self.hit_rate(), self.memory()
-        table = Table(title=self._headline(), caption=_memory_line(memory), title_justify="left", caption_justify="left")
+        table = Table(
+            title=self._headline(), caption=_memory_line(memory), title_justify="left", caption_justify="left"
+        )
         table.add_column("layer", justify="right")
         table.add_column("hit rate", justify="right")
         names = [name for name in COUNTERS if stats and (name in COUNTERS[:3] or bool(stats[name].any()))]

@@ -27,14 +27,17 @@ class SlidingLayer(CacheLayerMixin):
         super().__init__()
         self.state, self.window = state, window
         self.size = window + state.config.sliding_slack
+        self.ring_keys: torch.Tensor
+        self.ring_values: torch.Tensor
+        self.real: torch.Tensor  # [B, R] bool: not padding
         self.high = 0  # columns ever written since the last reset: the ring holds the last R of them
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows, heads, _, _ = key_states.shape
         if self.state.rows is None:
             self.state.open_rows(rows)
-        self.keys = key_states.new_zeros((rows, heads, self.size, key_states.shape[-1]))
-        self.values = value_states.new_zeros((rows, heads, self.size, value_states.shape[-1]))
+        self.ring_keys = key_states.new_zeros((rows, heads, self.size, key_states.shape[-1]))
+        self.ring_values = value_states.new_zeros((rows, heads, self.size, value_states.shape[-1]))
         self.real = torch.zeros((rows, self.size), dtype=torch.bool, device=key_states.device)
         self.device, self.is_initialized, self.high = key_states.device, True, 0
 
@@ -81,7 +84,7 @@ class SlidingLayer(CacheLayerMixin):
         if step.columns:
             first = max(0, step.columns - self.window + 1)
             at = torch.arange(first, step.columns, device=keys.device) % self.size
-            past = (self.keys.index_select(2, at), self.values.index_select(2, at))
+            past = (self.ring_keys.index_select(2, at), self.ring_values.index_select(2, at))
             seen = self.real.index_select(1, at)
         valid = None if step.valid is None else step.valid.to(keys.device)
         if seen is not None and past is not None and past[0].shape[2] == 0:
@@ -92,7 +95,7 @@ class SlidingLayer(CacheLayerMixin):
             self._grow(step.columns, self.window + 2 * count)
         skip = max(0, count - self.size)
         at = torch.arange(step.columns + skip, step.columns + count, device=keys.device) % self.size
-        self.keys[:, :, at], self.values[:, :, at] = keys[:, :, skip:], values[:, :, skip:]
+        self.ring_keys[:, :, at], self.ring_values[:, :, at] = keys[:, :, skip:], values[:, :, skip:]
         self.real[:, at] = True if valid is None else valid[:, skip:]
         self.high = max(self.high, step.columns + count)
         return out
@@ -104,7 +107,7 @@ class SlidingLayer(CacheLayerMixin):
         first = max(0, columns - self.size)
         old = torch.arange(first, columns, device=self.device) % self.size
         new = torch.arange(first, columns, device=self.device) % size
-        for name, dim in (("keys", 2), ("values", 2), ("real", 1)):
+        for name, dim in (("ring_keys", 2), ("ring_values", 2), ("real", 1)):
             tensor = getattr(self, name)
             shape = list(tensor.shape)
             shape[dim] = size
@@ -118,8 +121,8 @@ class SlidingLayer(CacheLayerMixin):
         rows, heads, count, dim = keys.shape
         entry = torch.arange(count, device=keys.device)
         at = (step.columns + entry) % self.size
-        self.keys.index_copy_(2, at, keys)
-        self.values.index_copy_(2, at, values)
+        self.ring_keys.index_copy_(2, at, keys)
+        self.ring_values.index_copy_(2, at, values)
         self.real.index_fill_(1, at, True)
         self.high = max(self.high, step.columns + count)
         end = step.columns + count - 1
@@ -136,14 +139,14 @@ class SlidingLayer(CacheLayerMixin):
         if sinks is not None:
             sinks = sinks.view(heads, group, 1).expand(-1, -1, count).reshape(1, heads, -1, 1)
         mask = allowed.repeat(1, group, 1).unsqueeze(1)
-        return masked_attention(packed, self.keys, self.values, mask, scaling, sinks).reshape(query.shape)
+        return masked_attention(packed, self.ring_keys, self.ring_values, mask, scaling, sinks).reshape(query.shape)
 
     def commit(self, entry: int, position: int) -> None:
         """A tail entry that stands `entry` columns behind the step's first is accepted at column `position`."""
         if self._tail_start + entry != position:
             source, target = (self._tail_start + entry) % self.size, position % self.size
-            self.keys[:, :, target] = self.keys[:, :, source]
-            self.values[:, :, target] = self.values[:, :, source]
+            self.ring_keys[:, :, target] = self.ring_keys[:, :, source]
+            self.ring_values[:, :, target] = self.ring_values[:, :, source]
         self.real[:, position % self.size] = True
 
     def prepare(self, count: int) -> None:
@@ -174,7 +177,7 @@ class SlidingLayer(CacheLayerMixin):
     def select_rows(self, index: list[int]) -> None:
         if self.is_initialized:
             at = torch.tensor(index, device=self.device)
-            self.keys, self.values = self.keys.index_select(0, at), self.values.index_select(0, at)
+            self.ring_keys, self.ring_values = self.ring_keys.index_select(0, at), self.ring_values.index_select(0, at)
             self.real = self.real.index_select(0, at)
 
     def reset(self) -> None:
@@ -183,18 +186,23 @@ class SlidingLayer(CacheLayerMixin):
             self.real.zero_()
 
     def drop(self) -> None:
+        if self.is_initialized:
+            del self.ring_keys, self.ring_values, self.real
         self.is_initialized, self.high = False, 0
-        self.keys = self.values = None
 
     def fork(self, state: State) -> "SlidingLayer":
         other = SlidingLayer(state, self.window)
         other.size = self.size
         if self.is_initialized:
-            other.keys, other.values, other.real = self.keys.clone(), self.values.clone(), self.real.clone()
+            other.ring_keys, other.ring_values, other.real = (
+                self.ring_keys.clone(),
+                self.ring_values.clone(),
+                self.real.clone(),
+            )
             other.device, other.is_initialized, other.high = self.device, True, self.high
         return other
 
     @property
     def device_bytes(self) -> tuple[int, int]:
         """Ring and summaries on the model's device."""
-        return (self.keys.nbytes + self.values.nbytes, 0) if self.is_initialized else (0, 0)
+        return (self.ring_keys.nbytes + self.ring_values.nbytes, 0) if self.is_initialized else (0, 0)

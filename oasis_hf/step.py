@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -134,7 +135,7 @@ class Stepper:
 
         drafts, found = 0, None
         positions = self._positions(call, count)
-        if self._may_draft(ids, mode, call):
+        if ids is not None and self._may_draft(mode, call):
             draft = cache.drafter.propose(ids[:, 0], rows.lengths(ids.device), draft_rows(config))
             drafts, found = draft.tokens.shape[1], draft.found
             ids = torch.cat((ids, draft.tokens), 1)
@@ -153,7 +154,7 @@ class Stepper:
         if drafts:
             call["input_ids"] = ids
             if keeps_logits:
-                call["logits_to_keep"] = torch.arange(1 + verified, device=ids.device)
+                call["logits_to_keep"] = torch.arange(1 + verified, device=cache.device)
         out = self._forward(inner, call, step)
         starts = rows.lengths(cache.device).clone() if cache.drafter.proposes else rows.lengths(cache.device)
         rows.advance(count)
@@ -161,7 +162,7 @@ class Stepper:
         cache.take_snapshot()
         if not drafts:
             return out
-        if verified:
+        if verified and ids is not None:
             logits = out["logits"] if not isinstance(out, tuple) else out[0]
             kept = [logits[:, i : i + 1] for i in range(1, 1 + verified)]
             self.memo = Memo(ids[:, 1 : 1 + verified], kept, out)
@@ -175,9 +176,9 @@ class Stepper:
             positions = torch.arange(columns, columns + count, device=self.cache.device).unsqueeze(0)
         return positions
 
-    def _may_draft(self, ids: torch.Tensor | None, mode: str, call: dict[str, Any]) -> bool:
+    def _may_draft(self, mode: str, call: dict[str, Any]) -> bool:
         cache, config = self.cache, self.cache.state.config
-        if ids is None or mode != "decode" or not cache.drafter.proposes or not wants_drafts(config):
+        if mode != "decode" or not cache.drafter.proposes or not wants_drafts(config):
             return False
         # Without speculation a draft serves prediction only; per-token router logits can't be sliced apart.
         return (config.speculate or cache.state.grows_sparse) and not call.get("output_router_logits")

@@ -84,5 +84,3 @@ class Summaries:
 
 def _widen(tensor: torch.Tensor, more: int) -> torch.Tensor:
     return torch.cat((tensor, tensor.new_zeros((*tensor.shape[:2], more, *tensor.shape[3:]))), 2)
-
-

@@ -18,7 +18,9 @@ class PromptLookupDrafter(Drafter):
 
     def __init__(self, ngram: int = 3, shortest: int = 2) -> None:
         if not 1 <= shortest <= ngram:
-            raise ValueError(f"PromptLookupDrafter needs 1 <= shortest <= ngram, not shortest={shortest}, ngram={ngram}.")
+            raise ValueError(
+                f"PromptLookupDrafter needs 1 <= shortest <= ngram, not shortest={shortest}, ngram={ngram}."
+            )
         self.ngram, self.shortest = ngram, shortest
         self.history: torch.Tensor | None = None  # [B, capacity], -1 where there is nothing (yet)
 
