@@ -181,16 +181,24 @@ class _Forward:
 
 class _Prefill:
     """Stands in for `model._prefill`, generate's own prefill stage: what runs inside it is a prompt or a chunk of one,
-    however short."""
+    however short. It also tells the cache which ids end a row in this call."""
 
     def __init__(self, inner: Any) -> None:
         functools.update_wrapper(self, inner)
         self.inner = inner
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+        from .cache import OasisCache
+
+        cache = next((model_kwargs[name] for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
+        if isinstance(cache, OasisCache):
+            ends = getattr(generation_config, "eos_token_id", None)
+            pad = getattr(generation_config, "_pad_token_tensor", None)
+            cache.stepper.ends = tuple(ends) if isinstance(ends, (list, tuple)) else (ends,) if ends is not None else ()
+            cache.stepper.pad = int(pad) if pad is not None else None
         token = _prefilling.set(True)
         try:
-            return self.inner(*args, **kwargs)
+            return self.inner(input_ids, generation_config, model_kwargs, *args, **kwargs)
         finally:
             _prefilling.reset(token)
 

@@ -41,6 +41,7 @@ class Stepper:
             several-token forward is the caller's own verification).
         forced: mode set by `cache.mode(...)`, or None.
         skipped: forwards saved by memoised acceptance.
+        ends, pad: ids that end a row and that it is fed after its end, as the running generate call has them.
     """
 
     def __init__(self, cache: "OasisCache") -> None:
@@ -51,6 +52,8 @@ class Stepper:
         self.memo: Memo | None = None
         self.tail: Tail | None = None
         self.ended: torch.Tensor | None = None
+        self.ends: tuple[int, ...] = ()
+        self.pad: int | None = None
         self.skipped = self.forwards = 0
 
     def forget(self) -> None:
@@ -204,7 +207,8 @@ class Stepper:
         ended = self._note_ended(token)
         if memo is None or memo.used >= memo.tokens.shape[1] or call.get("output_hidden_states"):
             return None
-        hit = bool(((memo.tokens[:, memo.used] == token) | ended).all())
+        matched = memo.tokens[:, memo.used] == token
+        hit = bool((matched if ended is None else matched | ended).all())
         self.acceptance += _RATE * (hit - self.acceptance)
         if not hit:
             return None
@@ -216,20 +220,16 @@ class Stepper:
             return (logits, self.cache)
         return type(memo.output)(**{"logits": logits, name: self.cache})
 
-    def _note_ended(self, token: torch.Tensor) -> torch.Tensor:
-        """Rows that are fed padding after their end `[B]` bool; remembers which have ended."""
-        generation = getattr(self.cache.model, "generation_config", None)
-        ends = getattr(generation, "eos_token_id", None)
-        ends = [ends] if isinstance(ends, int) else list(ends or ())
-        pad = getattr(generation, "pad_token_id", None)
-        pad = pad if pad is not None else (ends[0] if ends else -1)
-        if self.ended is None:
-            self.ended = torch.zeros_like(token, dtype=torch.bool)
-        fed_padding = self.ended & (token == pad)
-        stops = token == pad
-        for end in ends:
-            stops = stops | (token == end)
-        self.ended = self.ended | stops
+    def _note_ended(self, token: torch.Tensor) -> torch.Tensor | None:
+        """Rows that generate feeds padding after their end `[B]` bool; None where that can't be told (a hand-written
+        loop, no end id, one row)."""
+        if not self.ends or self.pad is None or len(token) == 1:
+            return None
+        is_end = torch.zeros_like(token, dtype=torch.bool)
+        for end in self.ends:
+            is_end = is_end | (token == end)
+        fed_padding = torch.zeros_like(is_end) if self.ended is None else self.ended & (token == self.pad)
+        self.ended = is_end | fed_padding
         return fed_padding
 
 

@@ -33,7 +33,7 @@ def check_head(path: Any, model: Any) -> None:
     for file in files:
         try:
             with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():
+                for name in list(tensors.keys()):  # not a mapping: it has no iterator
                     shapes[name] = tensors.get_slice(name).get_shape()
         except Exception as error:
             raise DrafterError(f"The drafter's file {file.name!r} is truncated or not safetensors: {error}.") from error
