@@ -189,7 +189,8 @@ def gather(
     """
     rows, heads, count = plan_block.shape
     dim = keys.shape[-1]
-    page = page_table.gather(2, plan_block.clamp(min=0).to(page_table.device)).flatten()
+    # A skipped pair of an empty row has no page at all: any other is read, and nothing is done with it.
+    page = page_table.gather(2, plan_block.clamp(min=0).to(page_table.device)).clamp(min=0).flatten()
     fetched = pages.index_select(0, page).to(keys.device, keys.dtype).view(rows, heads, count, 2, BLOCK, dim)
     place_blocks(keys, values, fetched, plan_block, plan_slot)
 
@@ -241,8 +242,9 @@ def append(
     last_selected.scatter_(2, slot.unsqueeze(-1), step)
     where = TAIL + slot * BLOCK + (lengths % BLOCK)[:, None]
     index = where[..., None, None].expand(-1, -1, 1, keys.shape[-1])
-    keys.scatter_(2, index, new_keys.unsqueeze(2))
-    values.scatter_(2, index, new_values.unsqueeze(2))
+    # Cloned: what comes from the tail is a view of the buffer it goes to, which scatter_ refuses where it can tell.
+    keys.scatter_(2, index, new_keys.unsqueeze(2).clone())
+    values.scatter_(2, index, new_values.unsqueeze(2).clone())
     return slot, evicted
 
 
