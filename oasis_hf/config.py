@@ -116,7 +116,7 @@ class OasisConfig:
             object.__setattr__(self, "budget", 2064)
         _check_int("budget", self.budget, 2 * BLOCK, none_ok=True)
         _check_int("budget_bytes", self.budget_bytes, 1, none_ok=True)
-        if self.block_size != BLOCK:
+        if self.block_size != BLOCK or not isinstance(self.block_size, int):
             _fail("block_size", self.block_size, f"{BLOCK}, the only block size")
         _check_number("fetch_ratio", self.fetch_ratio, 0.0, 1.0, open_low=True)
         self._check_lookahead()
@@ -125,7 +125,7 @@ class OasisConfig:
         _check_number("half_range", self.half_range, 0.0, 1.0)
         _check_choice("reduction", self.reduction, REDUCTIONS)
         _check_choice("summary_dtype", self.summary_dtype, SUMMARY_DTYPES)
-        if self.tokens_per_summary not in (16, 8, 4):
+        if self.tokens_per_summary not in (16, 8, 4) or not isinstance(self.tokens_per_summary, int):
             _fail("tokens_per_summary", self.tokens_per_summary, "16, 8 or 4")
         _check_int("sink_blocks", self.sink_blocks, 0)
         _check_int("recent_blocks", self.recent_blocks, 0)
@@ -147,7 +147,7 @@ class OasisConfig:
             return
         allowed = f"one of {', '.join(map(repr, LOOKAHEADS))} or a mix such as {{'draft': 0.7, 'previous': 0.3}}"
         ok = isinstance(self.lookahead, Mapping) and set(self.lookahead) == {"draft", "previous"}
-        if not ok or not all(isinstance(w, (int, float)) and w > 0 for w in self.lookahead.values()):
+        if not ok or not all(isinstance(w, (int, float)) and 0 < w < math.inf for w in self.lookahead.values()):
             _fail("lookahead", self.lookahead, allowed)
         # A plain mapping would leave the frozen config mutable and unhashable.
         object.__setattr__(self, "lookahead", _Mix(self.lookahead))

@@ -64,7 +64,7 @@ torch.library.register_fake("oasis_hf::score", _fake_score)
 torch.library.register_fake("oasis_hf::select", _fake_select)
 torch.library.register_fake("oasis_hf::gather", lambda *args: None)
 torch.library.register_fake("oasis_hf::append", _fake_append)
-torch.library.register_fake("oasis_hf::attend", lambda query, *rest: torch.empty_like(query))
+torch.library.register_fake("oasis_hf::attend", lambda query, *rest: query.new_empty(query.shape))
 
 summarize = torch.ops.oasis_hf.summarize
 score = torch.ops.oasis_hf.score

@@ -58,7 +58,8 @@ def score(
     tokens are then summed with `weights`. With `"softmax-mean"` a query head's scores become attention weights over
     all parts, which are summed in a block and averaged over the group. With `"max"` and `"mean"` a block takes its
     best part's raw score, and each token's scores are standardised over the row's blocks before they are weighted,
-    since raw scores of different queries have no common unit.
+    since raw scores of different queries have no common unit. A single token is neither standardised nor weighted: the
+    order is the same.
 
     Args:
         query: `[B, Hq, q, D]`, post-RoPE; q is any number of query tokens here.
@@ -200,13 +201,20 @@ def place_blocks(
 ) -> None:
     """The writing half of `gather`: blocks `[B, H, C, 2, 16, D]` into their slots, skipped pairs untouched."""
     move = (plan_block >= 0)[..., None, None]
-    start = TAIL + plan_slot * BLOCK
-    index = (start.unsqueeze(-1) + torch.arange(BLOCK, device=keys.device)).flatten(2)
-    index = index.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1])
+    offset = torch.arange(BLOCK, device=keys.device)
+    index = _flat(keys, (TAIL + plan_slot.unsqueeze(-1) * BLOCK + offset).flatten(2))
     for which, buffer in enumerate((keys, values)):
+        lines = buffer.flatten(0, 2)
         # A skipped pair writes its slot's own content back: no host decision, nothing changes.
-        own = buffer.gather(2, index).view(fetched.shape[:3] + fetched.shape[4:])
-        buffer.scatter_(2, index, torch.where(move, fetched[..., which, :, :], own).flatten(2, 3))
+        own = lines.index_select(0, index).view(fetched.shape[:3] + fetched.shape[4:])
+        lines.index_copy_(0, index, torch.where(move, fetched[..., which, :, :], own).flatten(0, 3))
+
+
+def _flat(buffer: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Places `[B, H, ...]` along dimension 2 of a contiguous `[B, H, n, D]` as lines of its `[B*H*n, D]` view."""
+    rows, heads, length, _ = buffer.shape
+    first = torch.arange(rows * heads, device=buffer.device).view(rows, heads) * length
+    return (place + first.view(rows, heads, *[1] * (place.ndim - 2))).flatten()
 
 
 def append(
@@ -286,7 +294,8 @@ def attend(
     allowed = torch.cat((tail, slots), -1)
     if sinks is not None:
         sinks = sinks.view(heads, group, 1).expand(-1, -1, tokens).reshape(1, heads, -1, 1)
-    return masked_attention(packed, keys, values, allowed, scaling, sinks).reshape(query.shape)
+    # Contiguous whatever the kernel chose: compiled code relies on the strides its fake implementation promised.
+    return masked_attention(packed, keys, values, allowed, scaling, sinks).reshape(query.shape).contiguous()
 
 
 def masked_attention(
