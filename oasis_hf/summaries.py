@@ -32,7 +32,7 @@ class Summaries:
         if blocks + 1 > have:
             more = max(blocks + 1, 2 * have) - have
             self.vectors = _widen(self.vectors, more)
-            if self.scales.numel() or self.config.summary_dtype == "int8":
+            if self.scales.ndim > 1:
                 self.scales = _widen(self.scales, more)
 
     def summarize(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +68,7 @@ class Summaries:
 
     def select_rows(self, index: torch.Tensor) -> None:
         self.vectors = self.vectors.index_select(0, index)
-        if self.scales.numel():
+        if self.scales.ndim > 1:
             self.scales = self.scales.index_select(0, index)
 
     def fork(self) -> "Summaries":

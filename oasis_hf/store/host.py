@@ -158,7 +158,7 @@ class HostStore(BlockStore):
 
     @property
     def nbytes(self) -> int:
-        return int((self.table >= 0).sum()) * self.pool.page_bytes
+        return len(self.table[self.table >= 0].unique()) * self.pool.page_bytes
 
 
 def _release(pool: PagePool, holder: list[torch.Tensor]) -> None:

@@ -81,19 +81,20 @@ class PagePool:
         """`[count]` page numbers, each referenced once.
 
         Raises:
-            HostMemoryError: more than the host has; nothing is allocated.
+            HostMemoryError: more than the host has or CUDA can pin; nothing is allocated.
         """
         fresh = max(0, count - len(self._free))
         self._check(fresh)
+        used = self._used + fresh
+        if self.pin and used * self.page_bytes > self.pinned_bytes:
+            self._pin_to(used * self.page_bytes)
         reused = self._free[len(self._free) - (count - fresh) :]
         self._free = self._free[: len(self._free) - (count - fresh)]
-        pages = torch.cat((reused, torch.arange(self._used, self._used + fresh)))
-        self._used += fresh
-        if self._used > len(self.references):
-            room = torch.zeros(max(self._used, 2 * len(self.references)) - len(self.references), dtype=torch.int32)
+        pages = torch.cat((reused, torch.arange(self._used, used)))
+        self._used = used
+        if used > len(self.references):
+            room = torch.zeros(max(used, 2 * len(self.references)) - len(self.references), dtype=torch.int32)
             self.references = torch.cat((self.references, room))
-        if self.pin and self._used * self.page_bytes > self.pinned_bytes:
-            self._pin_to(self._used * self.page_bytes)
         self.references[pages] = 1
         return pages
 

@@ -1,0 +1,113 @@
+"""Whose queries count how much."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oasis_hf import OasisConfig
+from oasis_hf.lookahead import draft_rows, next_input_probabilities, query_weights, recent_window, wants_drafts
+
+CPU = torch.device("cpu")
+MIX = {"draft": 3.0, "previous": 1.0}
+
+
+def weights(kind, drafts=0, found=None, acceptance=0.5, rows=2, **knobs):
+    config = OasisConfig(lookahead=kind, **knobs)
+    found = None if found is None else torch.tensor(found)
+    out = query_weights(config, recent_window(config), drafts, found, acceptance, rows, CPU)
+    return None if out is None else out.tolist()
+
+
+@given(st.integers(1, 7), st.floats(0, 1))
+def test_probabilities_sum_to_one(drafts, acceptance):
+    got = next_input_probabilities(drafts, acceptance)
+    assert len(got) == drafts and all(p >= 0 for p in got)
+    assert sum(got) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3, 4])
+def test_probabilities_are_those_of_every_outcome_counted(drafts):
+    acceptance = 0.7
+    want = [0.0] * drafts
+    # All but the last draft are verified, each accepted or not; the first rejection stops the chain.
+    for outcome in itertools.product([True, False], repeat=drafts - 1):
+        chance = 1.0
+        for accepted in outcome:
+            chance *= acceptance if accepted else 1 - acceptance
+        want[outcome.index(False) if False in outcome else drafts - 1] += chance
+    assert next_input_probabilities(drafts, acceptance) == pytest.approx(want)
+
+
+@pytest.mark.parametrize("kind", ["none", "on_demand"])
+def test_nothing_is_predicted(kind):
+    assert weights(kind) is None
+
+
+def test_previous_is_the_newest_query_alone():
+    assert weights("previous") == [[1.0], [1.0]]
+
+
+def test_smoothed_is_the_mean_of_the_recent_ones():
+    assert weights("smoothed", smooth_queries=5) == [pytest.approx([0.2] * 5)] * 2
+
+
+@pytest.mark.parametrize("kind", ["draft", "oracle"])
+def test_rows_with_a_draft_use_it_and_the_others_recent_queries(kind):
+    got = weights(kind, drafts=2, found=[True, False], acceptance=0.25, smooth_queries=2)
+    assert got == [[0, 0, 0.75, 0.25], [0.5, 0.5, 0, 0]]
+
+
+def test_one_unverified_draft_counts_whole():
+    assert weights("draft", drafts=1, found=[True, True], smooth_queries=2) == [[0, 0, 1]] * 2
+
+
+@pytest.mark.parametrize("kind", ["draft", "oracle"])
+def test_a_drafter_that_proposes_nothing_leaves_the_current_query(kind):
+    assert weights(kind, drafts=0, smooth_queries=3) == [[0, 0, 1]] * 2
+
+
+def test_a_mix_is_shared_out_in_its_proportion():
+    assert weights(MIX, drafts=2, found=[True, False], acceptance=0.5) == [[0.25, 0.375, 0.375], [1, 0, 0]]
+    assert weights(MIX) == [[1], [1]]
+
+
+@given(
+    st.sampled_from(["draft", "previous", "smoothed", "oracle", {"draft": 0.2, "previous": 5}]),
+    st.integers(0, 6),
+    st.lists(st.booleans(), min_size=1, max_size=4),
+    st.floats(0, 1),
+    st.integers(1, 9),
+)
+def test_weights_of_a_row_sum_to_one_and_are_never_negative(kind, drafts, found, acceptance, smooth):
+    config = OasisConfig(lookahead=kind, smooth_queries=smooth)
+    window = recent_window(config)
+    out = query_weights(config, window, drafts, torch.tensor(found), acceptance, len(found), CPU)
+    assert out.shape == (len(found), window + drafts) and out.dtype == torch.float32
+    assert (out >= 0).all()
+    torch.testing.assert_close(out.sum(1), torch.ones(len(found)))
+
+
+def test_how_many_rows_are_stacked():
+    assert draft_rows(OasisConfig()) == 1
+    assert draft_rows(OasisConfig(speculate=True, draft_tokens=3)) == 4
+
+
+@pytest.mark.parametrize(
+    "knobs, wanted",
+    [
+        ({}, True),
+        ({"lookahead": "oracle"}, True),
+        ({"lookahead": MIX}, True),
+        ({"lookahead": "previous"}, False),
+        ({"lookahead": "smoothed"}, False),
+        ({"lookahead": "none"}, False),
+        ({"lookahead": "on_demand", "speculate": True}, True),
+    ],
+)
+def test_when_drafts_are_wanted(knobs, wanted):
+    assert wants_drafts(OasisConfig(**knobs)) is wanted

@@ -1,0 +1,527 @@
+"""Stores against a plain list of tokens a row, and what the host store promises about memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import types
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from oasis_hf.config import BLOCK, TAIL
+from oasis_hf.store import BlockStore, HostMemoryError, HostStore, PagePool, ResidentStore, pages
+from oasis_hf.store.host import blocks_of
+
+LAYERS, HEADS, DIM = 2, 2, 2
+PAGE = 2 * BLOCK * DIM * 4
+
+
+def host(rows=1, **kwargs):
+    return HostStore(LAYERS, rows, HEADS, DIM, torch.float32, False, **kwargs)
+
+
+def resident(rows=1):
+    return ResidentStore(LAYERS, rows, HEADS, DIM, torch.float32, torch.device("cpu"))
+
+
+def tokens(count, first=0):
+    """Keys and values `[L, H, count, D]`, every number another."""
+    index = torch.arange(first, first + count, dtype=torch.float32)[:, None] + torch.tensor([0.25, 0.5])
+    keys = torch.stack([torch.stack([index + 1000 * (HEADS * la + h) for h in range(HEADS)]) for la in range(LAYERS)])
+    return keys, -keys - 0.125
+
+
+def fill(store, row, count, first=0, rows=1):
+    keys, values = tokens(count, first)
+    store.ensure([0] * rows, [count if r == row else 0 for r in range(rows)])
+    for layer in range(LAYERS):
+        store.write(layer, row, 0, keys[layer], values[layer])
+
+
+both = pytest.mark.parametrize("make", [host, resident], ids=["host", "resident"])
+
+
+# -- content ----------------------------------------------------------------------------------------------------------
+
+
+class Branch:
+    """A host store, a resident store, and the model of both: per row a list of token ids."""
+
+    def __init__(self, stores, rows):
+        self.stores, self.rows = stores, rows
+
+    def lengths(self):
+        return [len(row) for row in self.rows]
+
+
+class Stores(RuleBasedStateMachine):
+    """Any order of prompts, appends, crops, row choices and forks."""
+
+    @initialize(rows=st.integers(1, 3))
+    def start(self, rows):
+        self.branches = [Branch([host(rows), resident(rows)], [[] for _ in range(rows)])]
+        self.pool = self.branches[0].stores[0].pool
+        self.next = 1
+
+    def pick(self, data):
+        # By number: hypothesis keeps what it draws, and a dropped store must die.
+        return self.branches[data.draw(st.integers(0, len(self.branches) - 1))]
+
+    def new(self, count):
+        self.next += count
+        return list(range(self.next - count, self.next))
+
+    def stack(self, ids):
+        """Keys and values `[L, H, n, D]` of token ids."""
+        parts = [tokens(1, i) for i in ids]
+        return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
+
+    def copied(self, branch):
+        return branch.stores[0].bytes_copied
+
+    def open_pages_shared(self, branch, grows):
+        """How many pages a write to the open blocks of `grows` must copy."""
+        count, seen = 0, {}
+        for other in self.branches:
+            for page in other.stores[0].table[other.stores[0].table >= 0].tolist():
+                seen[page] = seen.get(page, 0) + 1
+        for row, grow in enumerate(grows):
+            length = len(branch.rows[row])
+            if grow and length % BLOCK:
+                for page in branch.stores[0].table[:, row, :, length // BLOCK].flatten().tolist():
+                    count += seen[page] > 1
+                    seen[page] -= seen[page] > 1
+        return count
+
+    def ensure(self, branch, grows):
+        old = branch.lengths()
+        want = self.open_pages_shared(branch, grows) * PAGE
+        before = self.copied(branch)
+        for store in branch.stores:
+            store.ensure(old, [n + more for n, more in zip(old, grows)])
+        assert self.copied(branch) - before == want, "open blocks are copied on write, nothing else ever"
+
+    @rule(data=st.data())
+    def prompt(self, data):
+        branch = self.pick(data)
+        grows = [data.draw(st.sampled_from([0, 1, 5, 16, 23, 40])) for _ in branch.rows]
+        self.ensure(branch, grows)
+        for row, grow in enumerate(grows):
+            if grow:
+                ids = self.new(grow)
+                keys, values = self.stack(ids)
+                for store in branch.stores:
+                    for layer in range(LAYERS):
+                        store.write(layer, row, len(branch.rows[row]), keys[layer], values[layer])
+                branch.rows[row] += ids
+
+    @rule(data=st.data())
+    def append(self, data):
+        branch = self.pick(data)
+        self.ensure(branch, [1] * len(branch.rows))
+        ids = self.new(len(branch.rows))
+        keys, values = self.stack(ids)
+        lengths = torch.tensor(branch.lengths())
+        for store in branch.stores:
+            for layer in range(LAYERS):
+                store.append(layer, lengths, keys[layer].transpose(0, 1), values[layer].transpose(0, 1))
+        for row, token in zip(branch.rows, ids):
+            row.append(token)
+
+    @rule(data=st.data())
+    def crop(self, data):
+        branch = self.pick(data)
+        branch.rows = [row[: data.draw(st.integers(0, len(row)))] for row in branch.rows]
+        for store in branch.stores:
+            store.truncate(branch.lengths())
+
+    @rule(data=st.data())
+    def select_rows(self, data):
+        branch = self.pick(data)
+        index = data.draw(st.lists(st.integers(0, len(branch.rows) - 1), min_size=1, max_size=4))
+        before = self.copied(branch)
+        for store in branch.stores:
+            store.select_rows(index)
+        branch.rows = [list(branch.rows[i]) for i in index]
+        assert self.copied(branch) == before
+
+    @precondition(lambda self: len(self.branches) < 3)
+    @rule(data=st.data())
+    def fork(self, data):
+        branch = self.pick(data)
+        forked = Branch([store.fork() for store in branch.stores], [list(row) for row in branch.rows])
+        assert self.copied(forked) == 0
+        self.branches.append(forked)
+
+    @precondition(lambda self: len(self.branches) > 1)
+    @rule(data=st.data())
+    def drop(self, data):
+        self.branches.remove(self.pick(data))  # its pages must come back
+
+    @rule(data=st.data())
+    def reset(self, data):
+        branch = self.pick(data)
+        for store in branch.stores:
+            store.reset()
+        branch.rows = [[] for _ in branch.rows]
+
+    @invariant()
+    def holds_the_tokens(self):
+        for branch in self.branches:
+            for row, ids in enumerate(branch.rows):
+                if not ids:
+                    continue
+                keys, values = self.stack(ids)
+                start = len(ids) // 3
+                for store in branch.stores:
+                    for layer in range(LAYERS):
+                        got_keys, got_values = store.read(layer, row, start, len(ids))
+                        assert torch.equal(got_keys, keys[layer, :, start:])
+                        assert torch.equal(got_values, values[layer, :, start:])
+
+    @invariant()
+    def gathers_blocks_into_slots(self):
+        branch = self.branches[-1]
+        lengths = branch.lengths()
+        block = torch.tensor([n // BLOCK - 1 for n in lengths])[:, None, None].expand(-1, HEADS, 1)
+        slot = torch.ones_like(block)
+        if not max(lengths):
+            return
+        out = []
+        for store in branch.stores:
+            keys = torch.zeros(len(lengths), HEADS, TAIL + 2 * BLOCK, DIM)
+            values = torch.zeros_like(keys)
+            store.gather(1, keys, values, block, slot)
+            out.append((keys, values))
+        assert torch.equal(out[0][0], out[1][0]) and torch.equal(out[0][1], out[1][1])
+        for row, ids in enumerate(branch.rows):
+            want = torch.zeros(HEADS, BLOCK, DIM)
+            if len(ids) >= BLOCK:
+                first = (len(ids) // BLOCK - 1) * BLOCK
+                want = self.stack(ids[first : first + BLOCK])[0][1]
+            assert torch.equal(out[0][0][row, :, TAIL + BLOCK :], want)
+            assert not out[0][0][row, :, : TAIL + BLOCK].any()
+
+    @invariant()
+    def counts_references(self):
+        named: dict[int, int] = {}
+        for branch in self.branches:
+            store, resident_store = branch.stores
+            table = store.table[store.table >= 0].tolist()
+            assert len(table) == LAYERS * HEADS * sum(blocks_of(n) for n in branch.lengths())
+            assert store.nbytes == len(set(table)) * PAGE
+            assert resident_store.nbytes == len(table) * PAGE
+            for page in table:
+                named[page] = named.get(page, 0) + 1
+        references = {page: int(n) for page, n in enumerate(self.pool.references.tolist()) if n}
+        assert references == named
+        assert self.pool.pages_in_use == len(named)
+        free = self.pool._free.tolist()
+        assert len(set(free)) == len(free) and not set(free) & set(named)
+
+
+TestStores = Stores.TestCase
+TestStores.settings = settings(max_examples=40, stateful_step_count=16)
+
+
+@both
+def test_reading_any_stretch(make):
+    store = make()
+    fill(store, 0, 50)
+    keys, values = tokens(50)
+    for start, stop in [(0, 50), (0, 1), (15, 17), (16, 32), (31, 50), (49, 50), (48, 48)]:
+        got = store.read(1, 0, start, stop)
+        assert torch.equal(got[0], keys[1, :, start:stop]) and torch.equal(got[1], values[1, :, start:stop])
+
+
+@both
+@pytest.mark.parametrize("pieces", [[1] * 18, [15, 1, 1], [16, 16, 3], [3, 40], [20, 5, 20]], ids=str)
+def test_writing_in_pieces_is_writing_at_once(make, pieces):
+    store = make()
+    keys, values = tokens(sum(pieces))
+    at = 0
+    for count in pieces:
+        store.ensure([at], [at + count])
+        for layer in range(LAYERS):
+            store.write(layer, 0, at, keys[layer, :, at : at + count], values[layer, :, at : at + count])
+        at += count
+    assert torch.equal(store.read(0, 0, 0, at)[0], keys[0]) and torch.equal(store.read(1, 0, 0, at)[1], values[1])
+
+
+def test_pages_keep_their_own_dtype():
+    store = HostStore(1, 1, 1, DIM, torch.bfloat16, False)
+    store.ensure([0], [3])
+    keys = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]])
+    store.write(0, 0, 0, keys, -keys)
+    assert store.read(0, 0, 0, 3)[0].dtype == torch.bfloat16
+    slots = torch.zeros(1, 1, TAIL + BLOCK, DIM)
+    store.gather(0, slots, slots.clone(), torch.tensor([[[0]]]), torch.tensor([[[0]]]))
+    assert torch.equal(slots[0, 0, TAIL : TAIL + 3], keys[0])
+
+
+def test_nothing_can_be_left_out_of_a_store():
+    with pytest.raises(TypeError):
+        BlockStore()
+
+
+# -- copy on write ----------------------------------------------------------------------------------------------------
+
+
+def test_beams_share_closed_pages_and_copy_an_open_one_when_it_is_written():
+    store = host(2)
+    fill(store, 0, 40, rows=2)
+    in_use = store.pool.pages_in_use
+    store.select_rows([0, 0])
+    assert store.bytes_copied == 0 and store.pool.pages_in_use == in_use
+    store.ensure([40, 40], [41, 41])
+    assert store.bytes_copied == LAYERS * HEADS * PAGE, "one of the two rows keeps the page"
+    assert store.pool.pages_in_use == in_use + LAYERS * HEADS
+    store.ensure([41, 41], [42, 42])
+    assert store.bytes_copied == LAYERS * HEADS * PAGE
+
+
+def test_at_a_block_border_nothing_is_copied_at_all():
+    store = host(2)
+    fill(store, 0, 32, rows=2)
+    store.select_rows([0, 0])
+    store.ensure([32, 32], [40, 40])
+    assert store.bytes_copied == 0
+
+
+def test_repeating_a_long_row_costs_table_entries_only():
+    store = host()
+    fill(store, 0, 160)
+    held = store.nbytes
+    store.select_rows([0] * 8)
+    assert store.pool.pages_in_use * PAGE == held == store.nbytes and store.bytes_copied == 0
+
+
+def test_a_fork_goes_its_own_way_and_so_does_the_original():
+    store = host()
+    fill(store, 0, 20)
+    other = store.fork()
+    assert other.pool is store.pool and other.bytes_copied == 0
+    for which, value in ((store, 7.0), (other, 8.0)):
+        which.ensure([20], [21])
+        which.append(0, torch.tensor([20]), torch.full((1, HEADS, DIM), value), torch.full((1, HEADS, DIM), value))
+    assert store.bytes_copied + other.bytes_copied == LAYERS * HEADS * PAGE
+    assert (store.read(0, 0, 20, 21)[0] == 7).all() and (other.read(0, 0, 20, 21)[0] == 8).all()
+    assert torch.equal(store.read(0, 0, 0, 20)[0], other.read(0, 0, 0, 20)[0])
+
+
+def test_a_crop_into_a_shared_closed_page_copies_it_before_it_is_written_again():
+    store = host()
+    fill(store, 0, 48)
+    other = store.fork()
+    other.truncate([20])
+    other.ensure([20], [21])
+    other.append(0, torch.tensor([20]), torch.zeros(1, HEADS, DIM), torch.zeros(1, HEADS, DIM))
+    assert torch.equal(store.read(0, 0, 0, 48)[0], tokens(48)[0][0])
+
+
+def test_deepcopy_of_a_pool_is_the_pool():
+    pool = PagePool(DIM, torch.float32, False)
+    assert copy.deepcopy(pool) is pool
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_growth_keeps_the_base_address_and_copies_nothing():
+    store = host()
+    fill(store, 0, 5)
+    base = store.pool.pages.data_ptr()
+    for count in range(5, 1000, 37):
+        store.ensure([count], [count + 37])
+    assert store.pool.pages.data_ptr() == base and store.bytes_copied == 0
+    assert torch.equal(store.read(0, 0, 0, 5)[0], tokens(5)[0][0])
+
+
+def test_pages_are_given_back_when_a_store_dies():
+    store = host()
+    fill(store, 0, 40)
+    pool, other = store.pool, store.fork()
+    other.ensure([40], [60])
+    del store
+    gc.collect()
+    assert pool.pages_in_use == LAYERS * HEADS * 4
+    del other
+    gc.collect()
+    assert pool.pages_in_use == 0 and not pool.references.any()
+
+
+def test_given_back_pages_are_used_again():
+    store = host()
+    for _ in range(5):
+        fill(store, 0, 64)
+        store.reset()
+    assert store.pool._used == LAYERS * HEADS * 4 and store.pool.pages_in_use == 0
+
+
+def test_refusal_shows_the_arithmetic_and_allocates_nothing(monkeypatch):
+    store = host()
+    fill(store, 0, 16)
+    in_use = store.pool.pages_in_use
+    need = LAYERS * HEADS * 2
+    monkeypatch.setattr(pages, "available_host_bytes", lambda: need * PAGE - 1)
+    with pytest.raises(HostMemoryError) as error:
+        store.ensure([16], [48])
+    assert f"{need} more pages x {PAGE} bytes = {need * PAGE / 2**30:.2f} GiB" in str(error.value)
+    assert f"{(need * PAGE - 1) / 2**30:.2f} GiB are available (pages in use: {in_use})" in str(error.value)
+    assert isinstance(error.value, MemoryError)
+    assert store.pool.pages_in_use == in_use and store.blocks == [1]
+    monkeypatch.setattr(pages, "available_host_bytes", lambda: need * PAGE)
+    store.ensure([16], [48])
+    assert torch.equal(store.read(0, 0, 0, 16)[0], tokens(16)[0][0])
+
+
+def test_pages_already_ours_are_not_counted_as_needed(monkeypatch):
+    store = host()
+    fill(store, 0, 64)
+    store.truncate([0])
+    monkeypatch.setattr(pages, "available_host_bytes", lambda: 0)
+    store.ensure([0], [64])
+
+
+def test_the_address_range_is_a_limit_too():
+    pool = PagePool(DIM, torch.float32, False, reserve_bytes=4 * PAGE)
+    pool.allocate(4)
+    with pytest.raises(HostMemoryError, match="1 more pages"):
+        pool.allocate(1)
+
+
+def test_available_memory_is_between_nothing_and_all_of_it():
+    import os
+
+    assert 0 < pages.available_host_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_host_capacity_tokens_commits_at_once_and_refuses_longer_rows(monkeypatch):
+    store = host(2, capacity_tokens=40)
+    assert store.pool._used == LAYERS * HEADS * 2 * 3 and store.pool.pages_in_use == 0
+    monkeypatch.setattr(pages, "available_host_bytes", lambda: 0)  # nothing more is ever needed
+    store.ensure([0, 0], [40, 40])
+    with pytest.raises(HostMemoryError, match="A row would hold 41 tokens, but host_capacity_tokens=40"):
+        store.ensure([40, 40], [40, 41])
+
+
+def test_host_capacity_that_does_not_fit_is_refused_before_the_first_prompt(monkeypatch):
+    monkeypatch.setattr(pages, "available_host_bytes", lambda: 10 * PAGE)
+    with pytest.raises(HostMemoryError, match="12 more pages"):
+        host(1, capacity_tokens=48)
+
+
+# -- pinning ----------------------------------------------------------------------------------------------------------
+
+
+class Runtime:
+    """Stands in for the CUDA runtime."""
+
+    def __init__(self):
+        self.registered, self.unregistered, self.error = [], [], 0
+
+    def cudaHostRegister(self, address, size, flags):
+        if not self.error:
+            self.registered.append((address, size))
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        self.unregistered.append(address)
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    fake = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(pages, "available_host_bytes", lambda: 1 << 60)
+    yield fake
+    gc.collect()  # pools that an exception's frames still hold
+
+
+def big_pool():
+    """128 KiB a page; nothing is touched, so no memory is used."""
+    return PagePool(1024, torch.float32, True, reserve_bytes=8 << 30)
+
+
+def test_pinned_pieces_are_contiguous_at_most_one_gib_and_hardly_more_than_asked(runtime):
+    pool = big_pool()
+    assert pool.pinned_bytes == 0
+    asked = 0
+    for gib in (0.3, 1.5, 0.01, 2.7):
+        count = int(gib * 2**30) // pool.page_bytes
+        pool.allocate(count)
+        asked += count * pool.page_bytes
+        assert asked <= pool.pinned_bytes <= 1.02 * asked
+    at = pool.pages.data_ptr()
+    for address, size in runtime.registered:
+        assert address == at and 0 < size <= 1 << 30
+        at += size
+    assert sum(size for _, size in runtime.registered) == pool.pinned_bytes
+
+
+def test_a_long_decode_does_not_pin_at_every_page(runtime):
+    pool = big_pool()
+    pool.allocate(4000)
+    before = len(runtime.registered)
+    for _ in range(400):
+        pool.allocate(1)
+    assert len(runtime.registered) - before <= 12
+
+
+def test_pinning_stops_at_the_end_of_the_reserved_range(runtime):
+    pool = PagePool(1024, torch.float32, True, reserve_bytes=10 * (128 << 10))
+    pool.allocate(10)
+    assert pool.pinned_bytes == 10 * pool.page_bytes
+
+
+def test_pages_used_again_are_not_pinned_again(runtime):
+    pool = big_pool()
+    got = pool.allocate(100)
+    before = list(runtime.registered)
+    pool.release(got)
+    pool.allocate(100)
+    assert runtime.registered == before
+
+
+def test_everything_pinned_is_unregistered_once_when_the_pool_dies(runtime):
+    pool = big_pool()
+    pool.allocate(9000)
+    pool.allocate(9000)
+    addresses = [address for address, _ in runtime.registered]
+    del pool
+    gc.collect()
+    assert runtime.unregistered == addresses and len(addresses) >= 3
+
+
+def test_a_fork_keeps_the_pinned_memory_alive(runtime):
+    store = HostStore(1, 1, 1, DIM, torch.float32, True)
+    store.ensure([0], [16])
+    other = store.fork()
+    del store
+    gc.collect()
+    assert not runtime.unregistered
+    del other
+    gc.collect()
+    assert len(runtime.unregistered) == 1
+
+
+def test_a_failed_pin_says_so_and_allocates_nothing(runtime):
+    pool = big_pool()
+    pool.allocate(8)
+    runtime.error = 2
+    with pytest.raises(HostMemoryError, match=r"could not pin 0.12 GiB more .*error 2; 0.00 GiB are pinned"):
+        pool.allocate(1000)
+    assert pool.pages_in_use == 8 and len(pool._free) == 0
+    runtime.error = 0
+    assert pool.allocate(2).tolist() == [8, 9]
+
+
+def test_unpinned_pools_never_call_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", types.SimpleNamespace)
+    pool = PagePool(DIM, torch.float32, False)
+    pool.allocate(4)
+    assert pool.pinned_bytes == 0
