@@ -22,6 +22,8 @@ class OracleDrafter(Drafter):
     def __init__(self, tokens: torch.Tensor) -> None:
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.dtype != torch.int64:
             raise DrafterError("OracleDrafter needs tokens of shape [rows, length] and dtype int64.")
+        if not tokens.numel():
+            raise DrafterError(f"OracleDrafter was given no tokens: their shape is {list(tokens.shape)}.")
         self.tokens = tokens
 
     def check(self, model: Any) -> None:
@@ -33,6 +35,8 @@ class OracleDrafter(Drafter):
             )
 
     def propose(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int) -> Draft:
+        if len(self.tokens) != len(tokens):
+            raise DrafterError(f"OracleDrafter knows {len(self.tokens)} rows, but the batch has {len(tokens)}.")
         known = self.tokens.to(tokens.device)
         at = lengths[:, None] + 1 + torch.arange(count, device=tokens.device)
         token = known.gather(1, at.clamp(max=known.shape[1] - 1))

@@ -23,14 +23,19 @@ class PromptLookupDrafter(Drafter):
             )
         self.ngram, self.shortest = ngram, shortest
         self.history: torch.Tensor | None = None  # [B, capacity], -1 where there is nothing (yet)
+        self._filled = 0  # tokens a row may hold; padding counts until the next crop
+        self._blind = False  # embeddings came since: only the device knows how many
 
     def observe(self, tokens: torch.Tensor | None, starts: torch.Tensor, valid: torch.Tensor | None) -> None:
         if tokens is None:
+            self._blind = True
             return
         rows, count = tokens.shape
         if self.history is None:
             self.history = tokens.new_full((rows, 0), -1)
-        self._room(count)
+        self._look(starts)
+        self._filled += count
+        self._room()
         order = torch.arange(count, device=tokens.device).expand(rows, -1)
         if valid is not None:
             valid = valid.to(tokens.device)
@@ -41,15 +46,17 @@ class PromptLookupDrafter(Drafter):
         if valid is not None:
             at = torch.where(valid, at, self.history.shape[1] - 1)
         self.history.scatter_(1, at, tokens)
-        self._filled += count
 
-    _filled = 0
+    def _look(self, lengths: torch.Tensor) -> None:
+        """After embeddings: how long the rows are now, read from the device once."""
+        if self._blind:
+            self._filled, self._blind = max(self._filled, int(lengths.max())), False
+            self._room()
 
-    def _room(self, count: int) -> None:
-        """Columns for `count` more tokens, and spare ones for matches that run off the end."""
+    def _room(self) -> None:
+        """Columns for all tokens, and spare ones for matches that run off the end."""
         assert self.history is not None
-        need = self._filled + count + 16
-        have = self.history.shape[1]
+        need, have = self._filled + 16, self.history.shape[1]
         if need > have:
             more = self.history.new_full((self.history.shape[0], max(need, 2 * have) - have), -1)
             self.history = torch.cat((self.history, more), 1)
@@ -58,6 +65,7 @@ class PromptLookupDrafter(Drafter):
         rows = len(tokens)
         if self.history is None:
             return Draft(tokens[:, None].expand(-1, count), torch.zeros(rows, dtype=torch.bool, device=tokens.device))
+        self._look(lengths)
         history = self.history
         columns = history.shape[1]
         index = torch.arange(columns, device=tokens.device)
@@ -69,7 +77,7 @@ class PromptLookupDrafter(Drafter):
                 back = length - 1
                 wanted = history.gather(1, (lengths - back).clamp(min=0)[:, None])
                 shifted = torch.cat((history.new_full((rows, back), -2), history[:, : columns - back]), 1)
-                match = match & (shifted == wanted) & (lengths >= back)[:, None]
+                match = match & (shifted == wanted) & (wanted >= 0) & (lengths >= back)[:, None]
             if length >= self.shortest:
                 latest = torch.where(match, index, -1).amax(1)
                 best = torch.where(latest >= 0, latest, best)
@@ -80,13 +88,17 @@ class PromptLookupDrafter(Drafter):
         return Draft(torch.where(found[:, None], known, tokens[:, None]), found)
 
     def crop(self, lengths: list[int]) -> None:
+        self._filled, self._blind = max(lengths, default=0), False
         if self.history is not None:
+            self._room()
             index = torch.arange(self.history.shape[1], device=self.history.device)
             keep = index < torch.tensor(lengths, device=self.history.device)[:, None]
             self.history = torch.where(keep, self.history, -1)
 
     def hide(self, row: int, first: int, stays: torch.Tensor) -> None:
         if self.history is not None:
+            self._filled = max(self._filled, first + len(stays))
+            self._room()
             kept = self.history[row, first : first + len(stays)][stays.to(self.history.device)]
             self.history[row, first:] = -1
             self.history[row, first : first + len(kept)] = kept
@@ -96,11 +108,10 @@ class PromptLookupDrafter(Drafter):
             self.history = self.history[index]
 
     def reset(self) -> None:
-        self.history = None
-        self._filled = 0
+        self.history, self._filled, self._blind = None, 0, False
 
     def fork(self) -> "PromptLookupDrafter":
         other = PromptLookupDrafter(self.ngram, self.shortest)
         other.history = None if self.history is None else self.history.clone()
-        other._filled = self._filled
+        other._filled, other._blind = self._filled, self._blind
         return other
