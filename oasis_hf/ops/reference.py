@@ -75,12 +75,12 @@ def score(
     """
     rows, heads, blocks, parts, _, dim = summaries.shape
     tokens = query.shape[2]
+    wide = SCORERS[scorer](half_range).expand(query.float() * scaling).flatten(-2)
     vectors = summaries.float()
     if scales.numel():
         vectors = vectors * scales.float().unsqueeze(-1)
-    wide = SCORERS[scorer](half_range).expand(query.float() * scaling).flatten(-2)
     wide = wide.reshape(rows, heads, -1, 2 * dim)
-    raw = wide @ vectors.view(rows, heads, blocks * parts, 2 * dim).transpose(-1, -2)
+    raw = wide @ vectors.reshape(rows, heads, blocks * parts, 2 * dim).transpose(-1, -2)
     raw = raw.view(rows, heads, -1, tokens, blocks, parts)
 
     index = torch.arange(blocks, device=query.device)
@@ -249,10 +249,10 @@ def append(
     table.scatter_(2, slot.unsqueeze(-1), block.expand_as(slot).unsqueeze(-1))
     last_selected.scatter_(2, slot.unsqueeze(-1), step)
     where = TAIL + slot * BLOCK + (lengths % BLOCK)[:, None]
-    index = where[..., None, None].expand(-1, -1, 1, keys.shape[-1])
-    # Cloned: what comes from the tail is a view of the buffer it goes to, which scatter_ refuses where it can tell.
-    keys.scatter_(2, index, new_keys.unsqueeze(2).clone())
-    values.scatter_(2, index, new_values.unsqueeze(2).clone())
+    line = _flat(keys, where)
+    # Cloned: what comes from the tail is a view of the buffer it goes to, which index_copy_ refuses where it can tell.
+    keys.flatten(0, 2).index_copy_(0, line, new_keys.clone().flatten(0, 1))
+    values.flatten(0, 2).index_copy_(0, line, new_values.clone().flatten(0, 1))
     return slot, evicted
 
 
@@ -289,9 +289,10 @@ def attend(
     tokens = query.shape[2]
     group = query.shape[1] // heads
     packed = query.reshape(rows, heads, group * tokens, -1)
-    tail = tail_mask.repeat(group, 1).expand(rows, heads, -1, -1)
-    slots = visible(table, lengths).unsqueeze(2).expand(-1, -1, group * tokens, -1)
-    allowed = torch.cat((tail, slots), -1)
+    slots = visible(table, lengths).unsqueeze(2).expand(-1, -1, tokens, -1)
+    allowed = torch.cat((tail_mask.expand(rows, heads, -1, -1), slots), -1)
+    if tokens > 1:
+        allowed = allowed.repeat(1, 1, group, 1)
     if sinks is not None:
         sinks = sinks.view(heads, group, 1).expand(-1, -1, tokens).reshape(1, heads, -1, 1)
     # Contiguous whatever the kernel chose: compiled code relies on the strides its fake implementation promised.
@@ -310,8 +311,8 @@ def masked_attention(
     `[B, H, q, k]` bool, sinks broadcastable to `[B, H, q, 1]` or None; a query that sees nothing gives zeros or the
     mean of values, never NaN."""
     if sinks is None:
-        bias = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
-        bias.masked_fill_(~allowed, torch.finfo(query.dtype).min)
+        bias = allowed.to(query.dtype).sub_(1).mul_(torch.finfo(query.dtype).max)
+        bias = bias.expand(*query.shape[:3], keys.shape[2])
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
     logits = (query @ keys.transpose(-1, -2)).float() * scaling
     logits = logits.masked_fill(~allowed, torch.finfo(torch.float32).min)
