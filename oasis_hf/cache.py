@@ -298,6 +298,8 @@ class OasisCache(Report, Cache):
         memo[id(self)] = other
         for name, value in self.__dict__.items():
             other.__dict__[name] = value  # what transformers or a user hung on it
+        if self._watched is not None:
+            other._snapshots = list(self._snapshots)
         other.state = self.state.fork()
         other.layers = [layer.fork(other.state) for layer in self.layers]
         other.drafter = self.drafter.fork()

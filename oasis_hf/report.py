@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .layers import OasisLayer
+from .sliding import SlidingLayer
 from .stats import COUNTERS
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ class Report:
         if state.store is not None and state.rows is not None:
             heads = self.sparse_layers[0].working_set.table.shape[1]
             dense = state.sparse_layers * heads * state.rows.columns * len(state.rows) * (state.block_bytes // 16)
+        for layer in self.layers:
+            if isinstance(layer, SlidingLayer):
+                dense += layer.device_bytes[0] // layer.size * min(layer.get_seq_length(), layer.window - 1)
         host = state.store.nbytes if state.store is not None else 0
         return {"host": host, "working_set": sets, "summaries": summaries, "dense": dense}
 
@@ -118,7 +122,8 @@ class Report:
     def take_snapshot(self) -> None:
         """Called after each decode forward."""
         if self._watched is not None:
-            self._snapshots.append(self.sparse_layers[self._watched].working_set.table[0].cpu())
+            table = self.sparse_layers[self._watched].working_set.table[0]
+            self._snapshots.append(table.to("cpu", copy=True))  # the table itself goes on changing
 
     def residency(self) -> torch.Tensor:
         """`[steps, blocks]` float: share of the watched layer's KV heads in which a block was resident."""
