@@ -58,7 +58,7 @@ def layer_windows(model: Any) -> list[int | None]:
         UnsupportedModelError: for anything a working set can't serve.
     """
     config = text_config(model)
-    for refusal in _refusals(model, config):
+    for refusal in refusals(model, config):
         raise UnsupportedModelError(f"OasisCache does not support {type(model).__name__}: {refusal}")
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
@@ -69,7 +69,7 @@ def layer_windows(model: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _refusals(model: Any, config: Any) -> Iterator[str]:
+def refusals(model: Any, config: Any) -> Iterator[str]:
     """Reasons not to serve a model, each with the way out."""
     other = "use DynamicCache for it."
     if getattr(model.config, "is_encoder_decoder", False):
