@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,12 +24,12 @@ _RATE = 0.05  # weight of the newest outcome in the running acceptance rate
 
 @dataclass
 class Memo:
-    """Verified rows of the last forward. tokens: `[B, k]` drafts; logits: k of `[B, 1, V]`; output: what the model
-    returned, as a template; used: how many were taken."""
+    """Verified rows of the last forward. tokens: `[B, k]` drafts; logits: k of `[B, 1, V]`; output: the type that the
+    model returned; used: how many were taken."""
 
     tokens: torch.Tensor
     logits: list[torch.Tensor]
-    output: Any
+    output: Callable[..., Any]
     used: int = 0
 
 
@@ -45,7 +46,7 @@ class Stepper:
     """
 
     def __init__(self, cache: "OasisCache") -> None:
-        self.cache = cache
+        self._cache = weakref.ref(cache)  # the cache owns this; a cycle would keep its pages until a collection
         self.acceptance = 0.5
         self.recording: str | None = None
         self.forced: str | None = None
@@ -55,6 +56,12 @@ class Stepper:
         self.ends: tuple[int, ...] = ()
         self.pad: int | None = None
         self.skipped = self.forwards = 0
+
+    @property
+    def cache(self) -> "OasisCache":
+        cache = self._cache()
+        assert cache is not None
+        return cache
 
     def forget(self) -> None:
         """Rows or lengths changed under the memo and the tail."""
@@ -168,7 +175,7 @@ class Stepper:
         if verified and ids is not None:
             logits = out["logits"] if not isinstance(out, tuple) else out[0]
             kept = [logits[:, i : i + 1] for i in range(1, 1 + verified)]
-            self.memo = Memo(ids[:, 1 : 1 + verified], kept, out)
+            self.memo = Memo(ids[:, 1 : 1 + verified], kept, type(out))
         return _first_rows(out, count, count + drafts, 1 + verified)
 
     def _positions(self, call: dict[str, Any], count: int) -> torch.Tensor:
@@ -216,9 +223,9 @@ class Stepper:
         self.cache.commit([memo.used])
         logits, memo.used = memo.logits[memo.used], memo.used + 1
         self.skipped += 1
-        if isinstance(memo.output, tuple):
+        if memo.output is tuple:
             return (logits, self.cache)
-        return type(memo.output)(**{"logits": logits, name: self.cache})
+        return memo.output(**{"logits": logits, name: self.cache})
 
     def _note_ended(self, token: torch.Tensor) -> torch.Tensor | None:
         """Rows that generate feeds padding after their end `[B]` bool; None where that can't be told (a hand-written

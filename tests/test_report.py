@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -168,6 +170,21 @@ def test_the_plot_has_hit_rates_and_with_watch_a_map(used):
     heights = [bar.get_height() for bar in left.patches]
     assert heights == pytest.approx((100 * used.hit_rate()).tolist())
     assert right.get_title() == "Resident blocks of layer 1" and right.images[0].get_array().shape == (12, 40)
+
+
+def test_a_cache_gives_its_memory_back_as_soon_as_nobody_holds_it():
+    model = tiny("llama")
+    known = model.generate(prompt(1, 30), max_new_tokens=6, do_sample=False)
+    gc.disable()
+    try:
+        for knobs in ({}, {"speculate": True, "drafter": OracleDrafter(known)}):
+            cache = OasisCache(model, **knobs)
+            model.generate(known[:, :30], max_new_tokens=5, do_sample=False, **{cache_name(model): cache})
+            watched = weakref.ref(cache), weakref.ref(cache.state.store)
+            del cache
+            assert [what() for what in watched] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_reset_cache_starts_counting_anew():
