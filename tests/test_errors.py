@@ -1,0 +1,216 @@
+"""Unsupported things raise one sentence that names the cause and the way out (promise 8); nothing is silently wrong."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+from test_generate import generate
+from tiny import FAMILIES, left_padded, prompt, tiny
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from oasis_hf import HostMemoryError, OasisCache, UnsupportedModelError
+from oasis_hf.config import ConfigError
+
+pytestmark = pytest.mark.core
+
+_SMALL = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+
+
+def meta(cls, config):
+    with torch.device("meta"):
+        return cls(config)
+
+
+UNSUPPORTED = {
+    "encoder-decoder": (
+        lambda: meta(T5ForConditionalGeneration, T5Config(vocab_size=32, d_model=16, d_ff=16, num_layers=1, num_heads=2)),
+        "it is an encoder-decoder",
+    ),
+    "MLA": (
+        lambda: meta(DeepseekV3ForCausalLM, DeepseekV3Config(**_SMALL, n_routed_experts=4, n_group=1, topk_group=1)),
+        "latent attention (MLA)",
+    ),
+    "linear layers": (
+        lambda: meta(
+            Qwen3NextForCausalLM,
+            Qwen3NextConfig(**_SMALL, layer_types=["linear_attention", "full_attention"], num_key_value_heads=2),
+        ),
+        "layers of type linear_attention",
+    ),
+    "no attention": (lambda: meta(MambaForCausalLM, MambaConfig(vocab_size=32, hidden_size=32)), "layers of type linear_attention"),
+    "soft-capped logits": (
+        lambda: meta(Gemma2ForCausalLM, Gemma2Config(**_SMALL, num_key_value_heads=2, head_dim=16)),
+        "soft-caps attention logits",
+    ),
+}  # fmt: skip
+
+
+def one_sentence(error) -> str:
+    text = str(error.value)
+    assert text.endswith(".") and "\n" not in text
+    assert len(re.findall(r"[.:;] ", text)) <= 3, text
+    return text
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_models_that_cannot_be_served(case):
+    make, cause = UNSUPPORTED[case]
+    with pytest.raises(UnsupportedModelError, match=re.escape(cause)) as error:
+        OasisCache(make())
+    assert "use DynamicCache" in one_sentence(error)
+
+
+def test_kv_heads_that_do_not_divide_over_tensor_parallel_ranks():
+    model = FAMILIES["llama"]()
+    model._tp_size = 4
+    with pytest.raises(UnsupportedModelError, match="2 KV heads do not divide over tensor-parallel size 4"):
+        OasisCache(model)
+
+
+@pytest.mark.parametrize("what", [None, "a path", LlamaConfig()])
+def test_something_that_is_no_model(what):
+    with pytest.raises(ConfigError, match="needs the model itself"):
+        OasisCache(what)
+
+
+def test_a_model_without_a_language_model_head_is_fine_but_an_unknown_knob_is_not():
+    with pytest.raises(ConfigError, match="no knob 'bugdet': the knobs are block_size, budget,"):
+        OasisCache(tiny("llama"), bugdet=100)
+
+
+def test_use_cache_false():
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="use_cache=False with an OasisCache") as error:
+        generate(model, prompt(1, 10), OasisCache(model), use_cache=False)
+    assert "leave use_cache on" in one_sentence(error)
+
+
+def test_output_attentions():
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="gives no attention weights") as error:
+        model(prompt(1, 10), past_key_values=OasisCache(model), output_attentions=True)
+    assert "use DynamicCache" in one_sentence(error)
+
+
+def test_dropout_in_training():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**_SMALL, attention_dropout=0.1)).train()
+    with pytest.raises(RuntimeError, match="call model.eval()") as error:
+        model(torch.ones(1, 4, dtype=torch.long), past_key_values=OasisCache(model))
+    one_sentence(error)
+
+
+def test_a_second_model():
+    first, second = FAMILIES["llama"]().eval(), FAMILIES["llama"]().eval()
+    cache = OasisCache(first)
+    with pytest.raises(RuntimeError, match="pass the cache to the model it was made for"):
+        second(prompt(1, 10), past_key_values=cache)  # never attached
+    other = OasisCache(second)
+    with pytest.raises(ValueError, match="was made for another model") as error:
+        second(prompt(1, 10), past_key_values=cache)
+    one_sentence(error)
+    second(prompt(1, 10), past_key_values=other)
+
+
+def test_another_batch_size():
+    model = tiny("llama")
+    cache = OasisCache(model)
+    model(prompt(2, 10), past_key_values=cache)
+    with pytest.raises(ValueError, match="holds 2 rows, the call has 3") as error:
+        model(prompt(3, 10), past_key_values=cache)
+    assert "reset()" in one_sentence(error)
+
+
+def test_masks_that_do_not_fit():
+    model, inputs = tiny("llama"), left_padded([12, 5])
+    cache = OasisCache(model)
+    with pytest.raises(ValueError, match="2D attention_mask"):
+        model(inputs["input_ids"], attention_mask=torch.ones(2, 1, 12, 12), past_key_values=cache)
+    with pytest.raises(ValueError, match=re.escape("attention_mask has shape [2, 11]")) as error:
+        model(inputs["input_ids"], attention_mask=inputs["attention_mask"][:, 1:], past_key_values=cache)
+    one_sentence(error)
+    model(**inputs, past_key_values=cache)
+    for mask in (None, torch.ones(2, 16)):  # the padding of the first turn was never stored
+        with pytest.raises(ValueError, match="columns that were padding") as error:
+            model(prompt(2, 4), attention_mask=mask, past_key_values=cache)
+    one_sentence(error)
+    model(
+        prompt(2, 4), attention_mask=torch.cat((inputs["attention_mask"], torch.ones(2, 4)), 1), past_key_values=cache
+    )
+
+
+def test_packed_sequences():
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="packed sequences"):
+        model(prompt(1, 10), past_key_values=OasisCache(model), cu_seq_lens_q=torch.tensor([0, 4, 10]))
+
+
+def test_memory_that_cannot_fit_is_refused_before_anything_is_stored(monkeypatch):
+    from oasis_hf.store import pages
+
+    model = tiny("llama")
+    cache = OasisCache(model)
+    monkeypatch.setattr(pages, "available_host_bytes", lambda: 100_000)
+    with pytest.raises(HostMemoryError, match=r"78 more pages x 2,048 bytes = 0\.00 GiB"):
+        model(prompt(1, 200), past_key_values=cache)
+    monkeypatch.undo()
+    assert cache.get_seq_length() == 0
+    model(prompt(1, 200), past_key_values=cache)  # and the cache still works
+
+
+def test_a_row_longer_than_the_capacity_asked_for():
+    model = tiny("llama")
+    cache = OasisCache(model, host_capacity_tokens=100)
+    assert cache.get_max_length() == 100
+    with pytest.raises(HostMemoryError, match="a row would hold 101 tokens|A row would hold 101 tokens"):
+        generate(model, prompt(1, 90), cache, max_new_tokens=30)
+
+
+def test_pickling():
+    model = FAMILIES["llama"]()
+    cache = OasisCache(model)
+    with pytest.raises(TypeError, match="can't be pickled"):
+        pickle.dumps(cache)
+    with pytest.raises(TypeError, match="detach"):
+        pickle.dumps(model)
+    cache.detach()
+    assert pickle.loads(pickle.dumps(model)) is not None
+
+
+def test_update_outside_a_forward():
+    cache = OasisCache(tiny("llama"))
+    with pytest.raises(RuntimeError, match="outside its model's forward"):
+        cache.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)
+
+
+def test_a_budget_in_bytes_that_holds_no_two_slots():
+    model = tiny("llama")
+    with pytest.raises(ConfigError, match=r"at least 24,576 bytes: two slots x 3 layers x 1 rows x 2 KV heads"):
+        model(prompt(1, 10), past_key_values=OasisCache(model, budget_bytes=1000))
+
+
+def test_cropping_behind_a_sliding_window():
+    model = tiny("gemma3")
+    cache = OasisCache(model, sliding_slack=16)
+    model(prompt(1, 200), past_key_values=cache)
+    with pytest.raises(ValueError, match="set OasisConfig.sliding_slack above 108"):
+        cache.crop(-100)
+    assert cache.get_seq_length() == 200
+    copy.deepcopy(cache).crop(-8)
