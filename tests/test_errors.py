@@ -40,7 +40,7 @@ def meta(cls, config):
 
 UNSUPPORTED = {
     "encoder-decoder": (
-        lambda: meta(T5ForConditionalGeneration, T5Config(vocab_size=32, d_model=16, d_ff=16, num_layers=1, num_heads=2)),
+        lambda: meta(T5ForConditionalGeneration, T5Config(vocab_size=32, d_model=16, num_layers=1, num_heads=2)),
         "it is an encoder-decoder",
     ),
     "MLA": (
@@ -54,7 +54,10 @@ UNSUPPORTED = {
         ),
         "layers of type linear_attention",
     ),
-    "no attention": (lambda: meta(MambaForCausalLM, MambaConfig(vocab_size=32, hidden_size=32)), "layers of type linear_attention"),
+    "no attention": (
+        lambda: meta(MambaForCausalLM, MambaConfig(vocab_size=32, hidden_size=32)),
+        "layers of type linear_attention",
+    ),
     "soft-capped logits": (
         lambda: meta(Gemma2ForCausalLM, Gemma2Config(**_SMALL, num_key_value_heads=2, head_dim=16)),
         "soft-caps attention logits",

@@ -179,26 +179,21 @@ def test_budget_in_bytes():
 
 def test_oracle_lookahead_predicts_what_the_next_step_selects_itself():
     """With the true next token as draft and no cap, the residents are the next query's own top-K."""
-    model = tiny("llama")
-    ids = prompt(1, 200)
-    drafter = OracleDrafter(ids)
-    cache = OasisCache(model, budget=80, lookahead="oracle", drafter=drafter, fetch_ratio=1.0, reduction="max")
-    agreement = []
+    model, ids = tiny("llama"), prompt(1, 200)
+    cache = OasisCache(
+        model, budget=80, lookahead="oracle", drafter=OracleDrafter(ids), fetch_ratio=1.0, reduction="max"
+    )
+    layer = cache.sparse_layers[0]
+    agreement, residents, closed = [], None, None
     with torch.no_grad():
         model(ids[:, :150], past_key_values=cache)
         for t in range(150, 190):
             model(ids[:, t : t + 1], past_key_values=cache)
-            if t > 150:
-                layer = cache.sparse_layers[0]
-                closed = torch.tensor([(t + 1) // BLOCK])
-                scores = layer.summaries.score(
-                    layer.recent[:, :, -1:], layer_closed, torch.ones(1, 1), layer.scaling, int(closed)
-                )
-                for head in range(2):
-                    want = set(scores[0, head].topk(4).indices.tolist())
-                    agreement.append(len(want & previous[head]) / 4)
-            layer = cache.sparse_layers[0]
-            layer_closed = torch.tensor([(t + 1) // BLOCK])
-            previous = [set(layer.working_set.table[0, head].tolist()) for head in range(2)]
-    # A block that closes in between can't have been predicted; everything else must agree.
-    assert sum(agreement) / len(agreement) > 0.97
+            if residents is not None:
+                query = layer.recent[:, :, -1:]
+                scores = layer.summaries.score(query, closed, torch.ones(1, 1), layer.scaling, int(closed))
+                for head, held in enumerate(residents):
+                    agreement.append(len(held & set(scores[0, head].topk(4).indices.tolist())) / 4)
+            closed = torch.tensor([(t + 1) // BLOCK])
+            residents = [set(table.tolist()) for table in layer.working_set.table[0]]
+    assert sum(agreement) / len(agreement) > 0.99
