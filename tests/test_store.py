@@ -354,6 +354,15 @@ def test_pages_are_given_back_when_a_store_dies():
     assert pool.pages_in_use == 0 and not pool.references.any()
 
 
+def test_a_page_whose_last_two_references_go_together_is_free_once():
+    pool = PagePool(DIM, torch.float32, False)
+    page = pool.allocate(1)
+    pool.retain(page)
+    pool.release(page.repeat(2))
+    assert pool.pages_in_use == 0
+    assert len(set(pool.allocate(2).tolist())) == 2
+
+
 def test_given_back_pages_are_used_again():
     store = host()
     for _ in range(5):
