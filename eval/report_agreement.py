@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from cells import LOOKAHEADS, PAPER, Score, all_scores
 from recording import Recording
 from rich.console import Console
 from rich.table import Table
+from runs import Job, describe, paired
 
 console = Console(width=150, soft_wrap=False)
 Row = dict[str, Any]
@@ -35,12 +37,15 @@ def compact(table: dict[Any, Row], budgets: tuple[int, ...]) -> list[Row]:
     return list(rows.values())
 
 
+def sha256(tokens: torch.Tensor) -> str:
+    """Of ids `[T]`: says which text it was, for texts differ with the versions installed."""
+    return hashlib.sha256(tokens.cpu().numpy().astype("<i8").tobytes()).hexdigest()
+
+
 def describe_texts(recordings: list[Recording]) -> list[Row]:
-    """Which texts these were: they differ with the versions installed."""
     return [
         {
-            "name": one.name, "tokens": len(one.tokens),
-            "sha256_of_ids": hashlib.sha256(one.tokens.cpu().numpy().astype("<i8").tobytes()).hexdigest(),
+            "name": one.name, "tokens": len(one.tokens), "sha256_of_ids": sha256(one.tokens),
             "lookup_found": float(one.found.double().mean()), "lookup_right": float(one.right.double().mean()),
         }
         for one in recordings
@@ -66,6 +71,18 @@ def find(result: Row, score: Score | None, lookahead: str) -> Row:
         if row["lookahead"] == lookahead and all(row[knob] == wanted[knob] for knob in KNOBS):
             return row
     raise KeyError((score, lookahead))
+
+
+def run_of(result: Row, wanted: Row) -> Row | None:
+    """The row of `result["runs"]` with these knobs, lookahead, budget and dtype that ran, or None."""
+    for row in result["runs"]:
+        if "agreement" in row and all(row.get(name) == value for name, value in wanted.items()):
+            return row
+    return None
+
+
+def ran(result: Row, job: Job) -> bool:
+    return run_of(result, describe(job)) is not None
 
 
 def default_of(result: Row) -> tuple[Score, str]:
@@ -99,19 +116,25 @@ def bars(result: Row) -> Row:
                 for name in ("default", "every setting") if own else ("every setting",):
                     gaps[name].append(gap)
     out["int8_changes_kept_mass_by_points"] = {name: 100 * max(values) for name, values in gaps.items()}
-    for row in result["runs"]:
-        if row["why"] == "default" and "agreement" in row:
-            out[f"agreement_at_{row['budget']}"] = row["agreement"]
-            if "less_model_dtype" in row:
-                out[f"int8_less_model_agreement_at_{row['budget']}"] = row["less_model_dtype"]
+    steps, dtype = result["settings"]["steps"], result["settings"]["dtype"]
+    twin = {**asdict(score), "lookahead": lookahead, "summary_dtype": "model"}
+    for budget in result["settings"]["budgets"]:
+        for kind in dict.fromkeys((dtype, "float32")):
+            row = run_of(result, {**asdict(score), "lookahead": lookahead, "budget": budget, "dtype": kind})
+            if row is None:
+                continue
+            out[f"agreement_at_{budget}_{kind}"] = row["agreement"]
+            other = run_of(result, {**twin, "budget": budget, "dtype": kind})
+            if other and other is not row and "agree_bits" in row and "agree_bits" in other:
+                out[f"int8_less_model_agreement_at_{budget}_{kind}"] = paired(row, other, steps)
     return out
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def write(result: Row, out: Path) -> None:
-    """The JSON, one line a row, and the markdown beside it."""
+def save(result: Row, out: Path) -> None:
+    """The JSON, one line a row."""
     out.parent.mkdir(parents=True, exist_ok=True)
     parts = []
     for key, value in result.items():
@@ -121,12 +144,15 @@ def write(result: Row, out: Path) -> None:
             body = json.dumps(value, indent=1).replace("\n", "\n ")
         parts.append(f" {json.dumps(key)}: {body}")
     out.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def write_markdown(result: Row, out: Path) -> None:
     pages = [f"# Agreement and kept mass: {result['settings']['model']}", _preface(result)]
     for title, head, rows in tables(result):
         lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
         lines += ["| " + " | ".join(row) + " |" for row in rows]
         pages += [f"## {title}", "\n".join(lines)]
-    out.with_suffix(".md").write_text("\n\n".join(pages) + "\n")
+    out.write_text("\n\n".join(pages) + "\n")
 
 
 def show(result: Row) -> None:
@@ -140,12 +166,16 @@ def show(result: Row) -> None:
 
 
 def _preface(result: Row) -> str:
-    made, settings = result["provenance"], result["settings"]
-    machine = made["machine"].get("gpu", made["machine"]["processor"])
+    settings = result["settings"]
+    made = []
+    for one in result["provenance"]:
+        machine = one["machine"].get("gpu", one["machine"]["processor"])
+        versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
+        made.append(f"`{one['command']}` on {machine}, {one['date']}, commit {one['commit']}; {versions}.")
     return (
-        f"`{made['command']}` on {machine}, {made['date']}, commit {made['commit']}; "
-        + ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-        + f".\n\n{settings['prompt']:,} prompt tokens and {settings['steps']} teacher-forced steps a text. *Missed* is "
+        "\n\n".join(made)
+        + f"\n\nDefault: {label(default_of(result)[0])}, lookahead {default_of(result)[1]}."
+        + f"\n\n{settings['prompt']:,} prompt tokens and {settings['steps']} teacher-forced steps a text. *Missed* is "
         "1 - kept: the share of the true attention that is on no selected block, not on the open block and not on the "
         "token itself; mean over texts, layers, KV heads and steps, **without** a fetch cap. *Under the cap* it is "
         f"what the working set misses when at most {settings['fetch_ratio']:.0%} of K comes in a step. *Same*: overlap "
@@ -171,6 +201,7 @@ def tables(result: Row) -> list[tuple[str, list[str], list[list[str]]]]:
         head = ["lookahead", *(f"missed @{b}" for b in budgets), *(f"same @{b}" for b in budgets)]
         head += [f"entering @{budgets[-1]}", *(f"missed @{b} under the cap" for b in budgets), "fetched of K"]
         out.append((f"Lookaheads, {name}: {label(one)}", head, [_lookahead_row(result, one, n) for n in LOOKAHEADS]))
+    out.append(_ratio_table(result))
     for name in dict.fromkeys(("true draft", lookahead)):
         head = ["score", *(f"missed @{b}" for b in budgets), f"worst layer @{budgets[-1]}"]
         rows = [["ideal: top K by true mass", *_missed(find(result, None, "ideal"), budgets)]]
@@ -213,31 +244,74 @@ def _bar_rows(found: Row) -> list[list[str]]:
     for name, points in found["int8_changes_kept_mass_by_points"].items():
         rows.append([f"int8 against the model's dtype, kept mass, most over budgets ({name})", f"{points:.3f} points"])
     for name, value in found.items():
+        *_, budget, dtype = name.split("_")
         if name.startswith("agreement_at_"):
-            rows.append([f"top-1 agreement of the default @{name.rsplit('_', 1)[1]}", f"{value:.2%}"])
+            rows.append([f"top-1 agreement of the default @{budget}, {dtype}", f"{value:.2%}"])
         elif name.startswith("int8_less"):
             low, high = value["interval"]
-            what = f"int8 less model dtype, agreement @{name.rsplit('_', 1)[1]}, paired 95%"
+            what = f"int8 less the model's dtype, top-1 agreement @{budget}, {dtype}, paired 95%"
             rows.append([what, f"{value['mean']:+.2%} ({low:+.2%} to {high:+.2%})"])
     return rows
 
 
+def told(row: Row) -> str:
+    """A run in a line."""
+    what = row["why"] if "why" in row else f"{_name(row)}, {row['lookahead']} @{row['budget']} {row['dtype']}"
+    return f"{what}: {row.get('skipped') or format(row['agreement'], '.2%')}"
+
+
+def _part(result: Row, row: Row) -> str:
+    """What a run is in the table: the default, the paper's, or one of the best."""
+    score, lookahead = default_of(result)
+    knobs = {knob: row[knob] for knob in KNOBS}
+    if knobs == asdict(PAPER):
+        return "**paper**" if LOOKAHEADS[row["lookahead"]].real else "paper, draft always right"
+    if knobs == asdict(score):
+        if row["lookahead"] == lookahead:
+            return "**default**"
+        return "default's score" + ("" if LOOKAHEADS[row["lookahead"]].real else ", draft always right")
+    if row["lookahead"] == lookahead and knobs == asdict(score.replace(summary_dtype=row["summary_dtype"])):
+        return "default in the model's dtype"
+    for place, best in enumerate(result["ranked"], 1):
+        if row["lookahead"] == best["lookahead"] and all(knobs[knob] == best[knob] for knob in KNOBS):
+            return f"best {place}"
+    return ""
+
+
 def _run_table(result: Row) -> tuple[str, list[str], list[list[str]]]:
-    head = ["run", "score", "lookahead", "budget", "top-1 agreement", "least text", "KL", "loss +"]
+    head = ["run", "score", "lookahead", "budget", "dtype", "top-1 agreement", "least text", "KL", "loss +"]
     head += ["KiB/step", "hit rate"]
     rows = []
-    for row in result["runs"]:
-        who = [row["why"], *((_name(row), row["lookahead"], str(row["budget"])) if "budget" in row else ("", "", ""))]
+    for row in sorted(result["runs"], key=lambda r: (r["dtype"], -r.get("budget", 1 << 20), r.get("kl", 9))):
         if "skipped" in row:
-            rows.append([*who, row["skipped"], *[""] * 5])
             continue
+        if "budget" in row:
+            who = [_part(result, row), _name(row), row["lookahead"], str(row["budget"]), row["dtype"]]
+        else:
+            who = [row["why"], "", "", "", row["dtype"]]
         low, high = row["agreement_interval"]
-        half = (high - low) / 2
         moved = [f"{row['bytes_per_step'] / 1024:,.0f}", f"{row['hit_rate']:.1%}"] if "hit_rate" in row else ["", ""]
         least = min(row["agreement_by_text"].values())
-        rows.append([*who, f"{row['agreement']:.2%} ± {half:.2%}", f"{least:.1%}", f"{row['kl']:.5f}",
+        rows.append([*who, f"{row['agreement']:.2%} ± {(high - low) / 2:.2%}", f"{least:.1%}", f"{row['kl']:.5f}",
                      f"{row['loss_increase']:+.4f}", *moved])  # fmt: skip
     return "The model, teacher-forced, against the dense cache (bytes a row and step)", head, rows
+
+
+def _ratio_table(result: Row) -> tuple[str, list[str], list[list[str]]]:
+    """Lookaheads at equal bytes: missed mass and blocks fetched by fetch ratio."""
+    score, budget = default_of(result)[0], result["settings"]["budgets"][-1]
+    found = {
+        (r["lookahead"], r["fetch_ratio"]): r for r in result["capped"]
+        if r["budget"] == budget and all(r[k] == getattr(score, k) for k in KNOBS)
+    }  # fmt: skip
+    ratios = sorted({ratio for _, ratio in found})
+    rows = [
+        [name, *(f"{_mean(r['missed']):.4f} / {r['fetched']:.2f}" if (r := found.get((name, ratio))) else ""
+                 for ratio in ratios)]
+        for name in LOOKAHEADS
+    ]  # fmt: skip
+    title = f"Lookaheads by the bytes they move: the default's score @{budget}, missed mass / blocks fetched a step"
+    return title, ["lookahead", *(f"at most {ratio:.2%} of K" for ratio in ratios)], rows
 
 
 def _lookahead_row(result: Row, score: Score, lookahead: str) -> list[str]:
@@ -247,7 +321,8 @@ def _lookahead_row(result: Row, score: Score, lookahead: str) -> list[str]:
     cells.append(f"{row['entering'][most]:.1%}")
     under = {
         str(r["budget"]): r for r in result["capped"]
-        if r["lookahead"] == lookahead and all(r[k] == getattr(score, k) for k in KNOBS)
+        if (r["lookahead"], r["fetch_ratio"]) == (lookahead, result["settings"]["fetch_ratio"])
+        and all(r[k] == getattr(score, k) for k in KNOBS)
     }  # fmt: skip
     cells += [f"{_mean(under[b]['missed']):.4f}" if b in under else "" for b in budgets]
     share = under[most]["fetched"] / (-(-int(most) // 16) - 1) if most in under else None
@@ -290,9 +365,13 @@ def draw(result: Row, out: Path) -> None:
     left.set_xticks(range(len(names)), names)
     left.set_ylabel(f"missed attention mass, budget {most}")
     left.legend(frameon=False)
-    for why, colour in (("default", "#2a6f97"), ("paper", "#8a93a6"), ("best 1", "#d98324")):
-        rows = sorted((r for r in result["runs"] if r["why"] == why and "kl" in r), key=lambda r: r["budget"])
-        right.plot([r["budget"] for r in rows], [r["kl"] for r in rows], "o-", label=why, color=colour)
+    runs = [r for r in result["runs"] if "budget" in r and "kl" in r and r["dtype"] == result["settings"]["dtype"]]
+    for part, colour in (("**default**", "#2a6f97"), ("**paper**", "#8a93a6"), ("default's score", "#d98324")):
+        rows = sorted((r for r in runs if _part(result, r) == part), key=lambda r: r["budget"])
+        for name in dict.fromkeys(r["lookahead"] for r in rows):
+            line = [r for r in rows if r["lookahead"] == name]
+            right.plot([r["budget"] for r in line], [r["kl"] for r in line], "o-", color=colour,
+                       label=f"{part.strip('*')}, {name}")  # fmt: skip
     right.set(xlabel="budget, tokens", ylabel="KL(dense || sparse), nats", yscale="log", xscale="log")
     ticks = result["settings"]["budgets"]
     right.set_xticks(ticks, map(str, ticks))

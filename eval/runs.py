@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from cells import LOOKAHEADS, Score
+from recording import load
 from transformers import DynamicCache
 
 from oasis_hf import OasisCache, OracleDrafter, PreviousDrafter, PromptLookupDrafter
 from oasis_hf.attach import cache_name
 
+NUMERICS = "dense again, all steps in one forward (rounding only)"
+
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a setting at a budget. why: its part in the table."""
+    """One run: a setting at a budget, in a dtype of the model."""
 
-    why: str
     score: Score
     lookahead: str
     budget: int
+    dtype: str = "bfloat16"
+
+
+def describe(job: Job) -> dict[str, Any]:
+    return {**asdict(job.score), "lookahead": job.lookahead, "budget": job.budget, "dtype": job.dtype}
 
 
 @dataclass
@@ -93,14 +104,27 @@ def compare(logits: torch.Tensor, dense: torch.Tensor, tokens: torch.Tensor, pro
 
 
 def summary(outcome: Outcome, texts: list[str]) -> dict[str, Any]:
-    """Means, a 95% interval of agreement over tokens, and each text's own."""
+    """Means, a 95% interval of agreement over tokens, each text's own, and every token's agreement as hexadecimal bits
+    (the last step is the lowest bit), so that runs can be paired later."""
     agree = outcome.agree.double()
+    bits = ["".join("1" if one else "0" for one in row.tolist()) for row in outcome.agree]
     return {
         "agreement": float(agree.mean()), "agreement_interval": interval(agree.flatten()),
         "agreement_by_text": dict(zip(texts, agree.mean(1).tolist())),
         "kl": float(outcome.kl.double().mean()), "kl_by_text": dict(zip(texts, outcome.kl.double().mean(1).tolist())),
         "loss_increase": float(outcome.loss.double().sum() / (outcome.loss.numel() - len(texts))),
+        "agree_bits": {name: f"{int(row, 2):x}" for name, row in zip(texts, bits)},
     }  # fmt: skip
+
+
+def paired(one: dict[str, Any], other: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Agreement of one row of runs less another's: mean and 95% interval over the same tokens."""
+    flags = [
+        torch.tensor([[int(c) for c in f"{int(bits, 16):0{steps}b}"] for bits in row["agree_bits"].values()])
+        for row in (one, other)
+    ]
+    difference = (flags[0] - flags[1]).double()
+    return {"mean": float(difference.mean()), "interval": interval(difference.flatten())}
 
 
 def interval(values: torch.Tensor) -> list[float]:
@@ -111,8 +135,69 @@ def interval(values: torch.Tensor) -> list[float]:
     return [mean - half, mean + half]
 
 
-def describe(job: Job) -> dict[str, Any]:
-    return {
-        "why": job.why, **asdict(job.score), "lookahead": job.lookahead, "budget": job.budget,
-        "real": LOOKAHEADS[job.lookahead].real,
-    }  # fmt: skip
+# -- many runs at once ------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A model, the texts and the dense logits, by dtype, made when first asked for.
+
+    Args:
+        texts: names. tokens: `[B, T]` on the host. folder: see `recording.load`. stop: time (of the machine's clock)
+            after which no run is started.
+    """
+
+    def __init__(
+        self, texts: list[str], tokens: torch.Tensor, prompt: int, device: str, folder: str | None,
+        fetch_ratio: float, stop: float,
+    ) -> None:  # fmt: skip
+        self.texts, self.prompt, self.folder = texts, prompt, folder
+        self.device, self.fetch_ratio, self.stop = device, fetch_ratio, stop
+        self.tokens = tokens.to(device)
+        self.made: dict[str, tuple[Any, torch.Tensor]] = {}
+
+    def dense(self, dtype: str, model: Any = None) -> tuple[Any, torch.Tensor]:
+        if dtype not in self.made:
+            model = model or load(self.device, getattr(torch, dtype), self.folder)
+            self.made[dtype] = model, dense_logits(model, self.tokens, self.prompt)
+        return self.made[dtype]
+
+    def floor(self, dtype: str, logits: torch.Tensor) -> dict[str, Any]:
+        """Dense logits `[B, S, V]` of another order of the same arithmetic against the dense steps."""
+        outcome = compare(logits, self.dense(dtype)[1], self.tokens, self.prompt)
+        return {"why": NUMERICS, "dtype": dtype, **summary(outcome, self.texts)}
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """A row of the results' `runs`."""
+        if time.time() > self.stop:
+            return {**describe(job), "skipped": "out of time"}
+        model, dense = self.dense(job.dtype)
+        logits, traffic = oasis_logits(model, self.tokens, self.prompt, job, self.fetch_ratio)
+        outcome = compare(logits, dense, self.tokens, self.prompt)
+        return {**describe(job), **summary(outcome, self.texts), **traffic}
+
+
+_bench: Bench | None = None
+
+
+def _start(arguments: tuple[Any, ...], threads: int) -> None:
+    global _bench
+    torch.set_num_threads(threads)
+    _bench = Bench(*arguments)
+
+
+def _run(job: Job) -> dict[str, Any]:
+    assert _bench is not None
+    return _bench.run(job)
+
+
+def run_in_processes(jobs: list[Job], workers: int, arguments: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+    """Start all jobs; rows as they come. A decode step of the reference path is bound by launches, so several
+    processes share a GPU.
+
+    Args:
+        arguments: of `Bench`.
+    """
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (arguments, 1))
+    futures = [pool.submit(_run, job) for job in jobs]
+    pool.shutdown(wait=False)  # what was handed in is still done
+    return (done.result() for done in as_completed(futures))

@@ -158,8 +158,17 @@ def test_quick_run(tmp_path):
         for score in all_scores((0.5,), (16, 8)):
             knobs = tuple(score.__dict__.values())
             assert mean[(*knobs, "true draft", budget)] < mean[(*knobs, "previous", budget)]
-    runs = [row for row in result["runs"] if "kl" in row]
-    assert {"default", "paper", "best 1"} <= {row["why"] for row in runs}
-    assert all(row["bytes_per_step"] <= row["most_bytes_per_step"] for row in runs if "bytes_per_step" in row)
-    assert runs[0]["why"].startswith("dense again") and runs[0]["kl"] < min(row["kl"] for row in runs[1:])
+    rounding, *runs = result["runs"]
+    assert rounding["why"].startswith("dense again") and rounding["kl"] < min(row["kl"] for row in runs)
+    assert all(row["bytes_per_step"] <= row["most_bytes_per_step"] for row in runs)
+    ran = {tuple(row[k] for k in ("scorer", "summary_dtype", "tokens_per_summary", "budget")) for row in runs}
+    assert {("minmax", "model", 16, 144), ("midrange", "int8", 8, 144), ("midrange", "model", 8, 144)} <= ran
+    for row in runs:
+        for name, share in row["agreement_by_text"].items():
+            assert int(row["agree_bits"][name], 16).bit_count() == round(8 * share)
+    assert result["bars"]["int8_less_model_agreement_at_144_float32"]["interval"][0] <= 0.5
+    # A looser cap moves more and misses no more.
+    by_ratio = {r["fetch_ratio"]: r for r in result["capped"] if r["lookahead"] == "true draft" and r["budget"] == 144
+                and r["scorer"] == "midrange"}  # fmt: skip
+    assert by_ratio[0.05]["fetched"] <= 1
     assert result["bars"]["missed_less_than_paper"][0]["mean"] > 0
