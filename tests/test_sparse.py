@@ -136,7 +136,7 @@ def test_rows_turn_sparse_one_by_one_in_a_mixed_batch():
     cache = OasisCache(model, budget=96)
     oasis = generate(model, inputs, cache, max_new_tokens=60)
     for step in range(55):  # row 1 fits in 96 tokens until then
-        torch.testing.assert_close(dense.logits[step][1], oasis.logits[step][1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(dense.logits[step][1], oasis.logits[step][1], atol=1e-4, rtol=0)
     assert not torch.allclose(dense.logits[5][0], oasis.logits[5][0], atol=1e-3)
     table = cache.sparse_layers[0].working_set.table
     assert (table[1] >= 0).all()  # 99 tokens, 7 blocks: one had to leave

@@ -37,7 +37,8 @@ FAMILIES = {
         Qwen3MoeConfig(**_SIZE, **_SHARP, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     ),
     "gemma3": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**{**_SIZE, "num_hidden_layers": 4}, **_SHARP, sliding_window=24, sliding_window_pattern=2, tie_word_embeddings=False)
+        Gemma3TextConfig(**{**_SIZE, "num_hidden_layers": 4}, **_SHARP, sliding_window=24, sliding_window_pattern=2,
+            tie_word_embeddings=False)
     ),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**_SIZE, **_SHARP, sliding_window=24)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**_SIZE, **_SHARP, sliding_window=None)),
