@@ -265,11 +265,14 @@ def _shell(config: Any) -> Any:
 def _arithmetic(text: Any, sparse: int) -> Iterator[Finding]:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.bfloat16
+    known = isinstance(text.dtype, torch.dtype)
+    dtype = text.dtype if known else torch.bfloat16
     block = 2 * BLOCK * dim * dtype.itemsize
     token = sparse * heads * block // BLOCK
     slots = OasisConfig().slots
-    yield Finding("KV heads x head_dim", f"{heads} x {dim}, {str(dtype).removeprefix('torch.')}")
+    yield Finding(
+        "KV heads x head_dim", f"{heads} x {dim}, {str(dtype).removeprefix('torch.')}{'' if known else ' (assumed)'}"
+    )
     yield Finding("one block of one KV head", f"{block:,} bytes")
     yield Finding("full KV", f"{token:,} bytes a token, in host memory")
     length = getattr(text, "max_position_embeddings", None)

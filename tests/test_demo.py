@@ -1,0 +1,75 @@
+"""The demo: a real long document, a working set of a quarter of it, the right answer from deep inside."""
+
+import pytest
+import torch
+
+from oasis_hf import demo
+from oasis_hf.models import ModelError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def result(smollm2):
+    return demo.ask(*smollm2, demo.handbook(), demo.QUESTION)
+
+
+def test_both_answer_right_from_a_quarter(result):
+    assert result.context >= 6000 and 4 * result.budget <= result.context
+    assert demo.EXPECTED in result.dense.answer
+    assert demo.EXPECTED in result.oasis.answer
+
+
+def test_answer_is_deep_in_the_document_and_in_no_question(smollm2):
+    _, tokenizer = smollm2
+    text = demo.handbook()
+    assert demo.EXPECTED not in demo.QUESTION
+    tokens = len(tokenizer(text)["input_ids"])
+    for at in (text.index(demo.EXPECTED), text.rindex(demo.EXPECTED)):
+        assert 0.4 < len(tokenizer(text[:at])["input_ids"]) / tokens < 0.75
+
+
+def test_numbers_are_those_of_the_caches(result):
+    dense, oasis, cache = result.dense, result.oasis, result.cache
+    layers, heads, dim = 30, 3, 64
+    token = layers * heads * dim * 2 * 2
+    assert dense.device_bytes == token * (result.context + dense.tokens - 1)
+    blocks = -(-(result.context + oasis.tokens - 1) // 16)
+    assert oasis.host_bytes == blocks * 16 * token
+    working_set = layers * heads * 2 * 2 * dim * (8 + 16 * cache.state.slots)  # the tail stands in front
+    assert working_set < oasis.device_bytes < working_set + dense.device_bytes / 8
+    steps, cap = oasis.tokens - 1, cache.state.cap
+    assert 0 < oasis.moved_bytes <= steps * layers * heads * cap * cache.state.block_bytes
+    assert 0.5 < oasis.hit_rate < 1
+
+
+def test_table_shows_both(result):
+    from rich.console import Console
+
+    console = Console(width=200, record=True, quiet=True)
+    console.print(demo.table(result))
+    text = console.export_text()
+    for part in ("dense cache", "OasisCache", result.dense.answer, result.oasis.answer, "MiB", "%"):
+        assert part in text
+
+
+def test_plain_tokenizer_and_small_document(smollm2, monkeypatch):
+    model, tokenizer = smollm2
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    result = demo.ask(model, tokenizer, "The harbour is closed on Mondays.", "When?", budget=64, max_new_tokens=4)
+    assert result.oasis.answer == result.dense.answer
+    assert result.oasis.hit_rate is None  # dense: nothing was predicted
+
+
+def test_document_beyond_the_context(smollm2, monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("the model ran")
+
+    monkeypatch.setattr(smollm2[0], "generate", fail)
+    with pytest.raises(ModelError, match="context of 8,192"):
+        demo.ask(*smollm2, demo.handbook() * 2, demo.QUESTION)
+
+
+def test_the_model_is_left_as_it_was(smollm2, result):
+    assert smollm2[0].config._attn_implementation == "sdpa"
+    assert next(smollm2[0].parameters()).dtype == torch.bfloat16

@@ -1,0 +1,64 @@
+"""Everything in `examples/` runs as it stands."""
+
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+
+from oasis_hf.demo import EXPECTED
+
+pytestmark = pytest.mark.slow
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(name, capsys):
+    runpy.run_path(str(EXAMPLES / name))["main"]()
+    return capsys.readouterr().out
+
+
+def test_quickstart(loads_smollm2, capsys):
+    out = run("quickstart.py", capsys)
+    assert "Paris" in out and "hit rate" in out
+
+
+def test_long_document(loads_smollm2, capsys):
+    out = run("long_document.py", capsys)
+    assert EXPECTED in out
+    read = [int(line.split(" of them read")[0].split()[-1]) for line in out.splitlines() if "of them read" in line]
+    assert len(read) == 2 and max(read) < 100  # the document itself was read once
+
+
+def test_batch_left_padding(loads_smollm2, smollm2, capsys):
+    _, tokenizer = smollm2
+    before = tokenizer.pad_token, tokenizer.padding_side
+    out = run("batch_left_padding.py", capsys)
+    assert "Paris" in out and "tokens stored by row" in out
+    assert (tokenizer.pad_token, tokenizer.padding_side) == before
+
+
+def test_all_scripts_are_tested():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "quickstart.py", "long_document.py", "batch_left_padding.py",
+    }  # fmt: skip
+
+
+def test_notebook(monkeypatch):
+    """In a kernel of its own, so from the loading of the weights to the figure."""
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    root = str(EXAMPLES.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))))
+    notebook = nbformat.read(EXAMPLES / "prototype.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3").execute(cwd=str(EXAMPLES))
+    data = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("hit rate" in each.get("text/html", "") for each in data)  # the cache shows itself
+    assert any("image/png" in each for each in data)  # and the figure does
+    text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert EXPECTED in text and "previous" in text and "MiB moved" in text
+
+
+def test_notebook_is_stored_without_outputs():
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(EXAMPLES / "prototype.ipynb", as_version=4)
+    assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in notebook.cells)
