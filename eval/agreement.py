@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import report_agreement as report
+import result_agreement as results
 import texts
 import torch
 from capped import capped
@@ -97,7 +98,7 @@ def read_cells(recordings: list[Recording], scores: list[Score], plan: Plan) -> 
         report.note(f"{recording.name}: {len(out):,} cells in {time.monotonic() - began:.0f} s")
     for entry in out.values():
         for name in ("entering", "same"):
-            entry[name] = _mean(entry[name])
+            entry[name] = results.mean(entry[name])
     return out
 
 
@@ -110,7 +111,7 @@ def rank(table: dict[Key, dict[str, Any]], plan: Plan, dim: int) -> list[tuple[S
         one = LOOKAHEADS[lookahead]
         if not (one.real and one.offered and small and score.summary_dtype == "int8"):
             continue
-        missed = _mean([_mean(table[score, lookahead, budget]["missed"]) for budget in plan.budgets])
+        missed = results.mean([results.mean(table[score, lookahead, budget]["missed"]) for budget in plan.budgets])
         key = (lookahead, score.scorer, score.reduction, score.tokens_per_summary)
         if key not in best or missed < best[key][2]:
             best[key] = (score, lookahead, missed)
@@ -134,7 +135,7 @@ def with_cap(
     recordings: list[Recording], wanted: list[tuple[Score, str, int, float]], known: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Kept mass under a fetch cap (see `capped`), for (score, lookahead, budget, fetch ratio) that `known` lacks."""
-    have = {tuple(row[k] for k in (*report.KNOBS, "lookahead", "budget", "fetch_ratio")) for row in known}
+    have = {tuple(row[k] for k in (*results.KNOBS, "lookahead", "budget", "fetch_ratio")) for row in known}
     wanted = [one for one in dict.fromkeys(wanted) if (*one[0].__dict__.values(), *one[1:]) not in have]
     truths = [truth(recording) for recording in recordings]
     rows = []
@@ -179,7 +180,7 @@ def without_twins(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of runs; of two with the same setting the one that ran."""
     kept: dict[str, dict[str, Any]] = {}
     for row in rows:
-        key = str([row.get(name) for name in (*report.KNOBS, "lookahead", "budget", "dtype")])
+        key = str([row.get(name) for name in (*results.KNOBS, "lookahead", "budget", "dtype")])
         if key not in kept or "skipped" in kept[key]:
             kept[key] = row
     return list(kept.values())
@@ -208,15 +209,16 @@ def main() -> None:
     ids = [texts.tokenize(tokenizer, name, plan.prompt + plan.steps) for name in names]
     stop = clock + args.seconds if args.seconds else math.inf
     bench = (names, torch.stack(ids), plan.prompt, args.device, args.model, args.fetch_ratio, stop)
+    here = Bench(*bench)
     settings = {**plan.__dict__, "texts": names, "fetch_ratio": args.fetch_ratio, "dtype": dtype,
                 "model": "SmolLM2-135M-Instruct (Q4_1)", "seed": "none: nothing is random"}  # fmt: skip
     result: dict[str, Any] = {"provenance": [], "settings": json.loads(json.dumps(settings)), "runs": []}
     if args.resume:
         result = json.loads(out.read_text())
-        same = [row["sha256_of_ids"] for row in result["texts"]] == [report.sha256(tokens) for tokens in ids]
+        same = [row["sha256_of_ids"] for row in result["texts"]] == [results.sha256(tokens) for tokens in ids]
         if not same or result["settings"] != json.loads(json.dumps(settings)):
             raise SystemExit("--resume: the texts or settings of the result differ from this run's.")
-        rows = start(result, setting, plan, bench, args.workers)
+        rows = start(result, setting, plan, here, bench, args.workers)
     result["provenance"].append(provenance(args.device))
     result["default"] = {**setting[0].__dict__, "lookahead": setting[1]}
 
@@ -229,49 +231,44 @@ def main() -> None:
         dim = model.config.head_dim
         ranked = [{**one.__dict__, "lookahead": name, "missed": missed} for one, name, missed in rank(table, plan, dim)]
         result.update({
-            "texts": report.describe_texts(recordings), "summary_bytes": report.summary_bytes(dim, plan.parts),
-            "ranked": ranked[:24], "cells": report.compact(table, plan.budgets), "capped": [],
+            "texts": results.describe_texts(recordings), "summary_bytes": results.summary_bytes(dim, plan.parts),
+            "ranked": ranked[:24], "cells": results.compact(table, plan.budgets), "capped": [],
         })  # fmt: skip
-        report.save(result, out)
-        rows = start(result, setting, plan, bench, args.workers)
+        results.save(result, out)
+        rows = start(result, setting, plan, here, bench, args.workers)
     scores = (setting[0], PAPER)
     caps = [(one, name, b, args.fetch_ratio) for one in scores for name in LOOKAHEADS for b in plan.budgets]
     caps += [(setting[0], name, plan.budgets[-1], ratio) for name in LOOKAHEADS for ratio in RATIOS]
     result["capped"] = with_cap(recordings, caps, result["capped"])
     report.note(f"kept mass under the cap after {time.monotonic() - began:.0f} s")
+    here.offer(dtype, model)
     if not any(row.get("why") for row in result["runs"]):
-        here = Bench(*bench)
-        here.dense(dtype, model)
         result["runs"].append(here.floor(dtype, torch.stack([one.logits for one in recordings])))
     for row in rows:
         result["runs"] = without_twins([*result["runs"], row])
         report.note(f"{report.told(row)} after {time.monotonic() - began:.0f} s")
-        report.save(result, out)  # what there is, should the rest be cut short
+        results.save(result, out)  # what there is, should the rest be cut short
     finish(result, out)
     report.note(f"{time.monotonic() - began:.0f} s")
 
 
 def start(
-    result: dict[str, Any], setting: tuple[Score, str], plan: Plan, bench: tuple[Any, ...], workers: int
+    result: dict[str, Any], setting: tuple[Score, str], plan: Plan, here: Bench, bench: tuple[Any, ...], workers: int
 ) -> Iterator[dict[str, Any]]:
     """The model's runs that the result lacks, under way where there are workers. All texts are rows of one batch, so
     traffic is a mean over texts."""
-    best = [(Score(**{k: row[k] for k in report.KNOBS}), row["lookahead"]) for row in result["ranked"]]
-    todo = [one for one in jobs(setting, best, plan, result["settings"]["dtype"]) if not report.ran(result, one)]
+    best = [(Score(**{k: row[k] for k in results.KNOBS}), row["lookahead"]) for row in result["ranked"]]
+    todo = [one for one in jobs(setting, best, plan, result["settings"]["dtype"]) if not results.ran(result, one)]
     report.note(f"{len(todo)} runs to do")
-    return run_in_processes(todo, workers, bench) if workers > 1 else map(Bench(*bench).run, todo)
+    return run_in_processes(todo, workers, bench) if workers > 1 else map(here.run, todo)
 
 
 def finish(result: dict[str, Any], out: Path) -> None:
-    result["bars"] = report.bars(result)
-    report.save(result, out)
+    result["bars"] = results.bars(result)
+    results.save(result, out)
     report.write_markdown(result, out.with_suffix(".md"))
     report.show(result)
     report.draw(result, out.with_suffix(".png"))
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 if __name__ == "__main__":

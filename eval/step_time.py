@@ -78,11 +78,10 @@ def main() -> None:
 
     import pydoc_data.topics as topics
 
-    model, tokenizer = load(args.model, "cpu")
-    ids = tokenizer("\n".join(topics.topics.values()), return_tensors="pt").input_ids[:, : tokens + steps + 3]
     result: dict[str, Any] = {"provenance": provenance(), "tokens": tokens, "steps": steps, "results": {}}
     for dtype in args.dtype:
-        model = model.to(getattr(torch, dtype))
+        model, tokenizer = load(args.model, "cpu", getattr(torch, dtype))
+        ids = tokenizer("\n".join(topics.topics.values()), return_tensors="pt").input_ids[:, : tokens + steps + 3]
         result["results"][dtype] = measure(model, ids, tokens, steps)
         for name, row in result["results"][dtype].items():
             print(f"{dtype:9s} {name:30s} {row['median_ms']:8.1f} ms   {row['ratio']:.2f} x dense")

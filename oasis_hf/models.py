@@ -49,12 +49,13 @@ def load_config(model: str | None = None) -> Any:
         return AutoConfig.from_pretrained(**source(model))
 
 
-def load(model: str | None = None, device: str | None = None) -> tuple[Any, Any]:
-    """A model in its own dtype (bfloat16 for the bundled one), ready to generate, and its tokenizer.
+def load(model: str | None = None, device: str | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """A model ready to generate, and its tokenizer.
 
     Args:
         model: id on the Hugging Face hub or path; None: the bundled SmolLM2-135M-Instruct.
         device: where to; None: the GPU if there is one.
+        dtype: None: the model's own (bfloat16 for the bundled one).
 
     Raises:
         ModelError: it is not there, or a package is missing.
@@ -62,10 +63,10 @@ def load(model: str | None = None, device: str | None = None) -> tuple[Any, Any]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = source(model)
-    dtype = torch.bfloat16 if "gguf_file" in where else "auto"
+    wanted = dtype or (torch.bfloat16 if "gguf_file" in where else "auto")
     with _explained(model), _quiet():
         tokenizer = AutoTokenizer.from_pretrained(**where)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=wanted)
     return loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
 
 

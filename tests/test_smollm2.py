@@ -24,9 +24,10 @@ TEXT = (
 
 
 @pytest.fixture(scope="module")
-def float_model(smollm2):
-    model, tokenizer = smollm2
-    return copy.deepcopy(model).float(), tokenizer
+def float_model():
+    from oasis_hf.models import load
+
+    return load(device="cpu", dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
