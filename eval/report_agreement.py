@@ -216,38 +216,47 @@ def _lambda_table(result: Row, lookahead: str, budgets: list[str]) -> Lines:
 
 
 def draw(result: Row, out: Path) -> None:
-    """Missed mass by text, default against paper against ideal; agreement by budget."""
+    """Missed mass by text and by budget, default against paper against ideal; KL against bytes moved of the runs."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     score, lookahead = default_of(result)
-    names, most = result["settings"]["texts"], str(result["settings"]["budgets"][-1])
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2), layout="constrained")
-    bars_ = [
+    names, budgets = result["settings"]["texts"], result["settings"]["budgets"]
+    most = str(budgets[-1])
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.5), layout="constrained")
+    settings = [
         ("paper's score, draft always right", find(result, PAPER, "true draft"), "#b0b7c3"),
         ("paper's score, prompt lookup", find(result, PAPER, "lookup draft"), "#8a93a6"),
         (f"default ({lookahead})", find(result, score, lookahead), "#2a6f97"),
         ("ideal", find(result, None, "ideal"), "#5aa469"),
     ]
-    for place, (name, row, colour) in enumerate(bars_):
+    for place, (name, row, colour) in enumerate(settings):
         at = [i + (place - 1.5) * 0.2 for i in range(len(names))]
         left.bar(at, row["missed"][most], 0.2, label=name, color=colour)
+        middle.plot(budgets, [mean(row["missed"][str(b)]) for b in budgets], "o-", label=name, color=colour)
     left.set_xticks(range(len(names)), names)
     left.set_ylabel(f"missed attention mass, budget {most}")
-    left.legend(frameon=False)
-    runs = [r for r in result["runs"] if "budget" in r and "kl" in r and r["dtype"] == result["settings"]["dtype"]]
-    for part, colour in (("**default**", "#2a6f97"), ("**paper**", "#8a93a6"), ("default's score", "#d98324")):
-        rows = sorted((r for r in runs if _part(result, r) == part), key=lambda r: r["budget"])
-        for name in dict.fromkeys(r["lookahead"] for r in rows):
-            line = [r for r in rows if r["lookahead"] == name]
-            right.plot([r["budget"] for r in line], [r["kl"] for r in line], "o-", color=colour,
-                       label=f"{part.strip('*')}, {name}")  # fmt: skip
-    right.set(xlabel="budget, tokens", ylabel="KL(dense || sparse), nats", yscale="log", xscale="log")
-    ticks = result["settings"]["budgets"]
-    right.set_xticks(ticks, map(str, ticks))
-    right.minorticks_off()
+    middle.set(xscale="log", yscale="log", xlabel="budget, tokens", ylabel="missed attention mass, mean over texts")
+    middle.set_xticks(budgets, map(str, budgets))
+    middle.minorticks_off()
+    runs = [r for r in result["runs"] if r.get("budget") == budgets[-1] and "kl" in r]
+    runs = [r for r in runs if r["dtype"] == result["settings"]["dtype"]]
+    for name in dict.fromkeys(r["lookahead"] for r in runs):
+        line = [r for r in runs if r["lookahead"] == name and _part(result, r) not in ("**default**", "**paper**")]
+        right.plot([r["bytes_per_step"] / 1024 for r in line], [r["kl"] for r in line], "o", label=name, alpha=0.8)
+    for part, colour in (("**default**", "#2a6f97"), ("**paper**", "#8a93a6")):
+        line = [r for r in runs if _part(result, r) == part]
+        at = [r["bytes_per_step"] / 1024 for r in line], [r["kl"] for r in line]
+        right.plot(*at, "*", markersize=12, color=colour, label=part.strip("*"))
     right.legend(frameon=False)
-    figure.savefig(out, dpi=130)
+    right.set(
+        xlabel="KiB moved a row and step",
+        ylabel=f"KL(dense || sparse), nats, budget {most}",
+        ylim=(0, None),
+        xlim=(0, None),
+    )
+    left.legend(frameon=False)
+    figure.savefig(out, dpi=110)
     plt.close(figure)
