@@ -57,7 +57,7 @@ RATIOS = (0.025, 0.05, 0.1)
 """Fetch ratios at which lookaheads are compared by the bytes they move."""
 
 FULL = Plan(7000, 256, (528, 1040, 2064), (0.3, 0.4, 0.5, 0.6, 0.7), (16, 8, 4), 8, 99)
-QUICK = Plan(320, 8, (80, 144), (0.5,), (16, 8), 1, 6)
+QUICK = Plan(320, 8, (80, 144), (OasisConfig().half_range,), (16, 8), 1, 6)
 
 
 def arguments() -> argparse.Namespace:

@@ -155,7 +155,7 @@ def test_quick_run(tmp_path):
         ideal = mean[None, None, None, None, None, "ideal", budget]
         assert all(ideal <= missed for key, missed in mean.items() if key[-1] == budget)
         # The step's own query knows better than the one before it, whatever the score.
-        for score in all_scores((0.5,), (16, 8)):
+        for score in all_scores(tuple(result["settings"]["half_ranges"]), (16, 8)):
             knobs = tuple(score.__dict__.values())
             assert mean[(*knobs, "true draft", budget)] < mean[(*knobs, "previous", budget)]
     rounding, *runs = result["runs"]
