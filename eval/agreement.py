@@ -163,6 +163,14 @@ def jobs(setting: tuple[Score, str], ranked: list[tuple[Score, str]], plan: Plan
     twin = score.replace(summary_dtype="model" if score.summary_dtype == "int8" else "int8")
     rows = [Job(score, lookahead, most, dtype), Job(PAPER, "lookup draft", most, dtype)]
     rows += [Job(twin, lookahead, most, dtype), Job(score, lookahead, most, "float32")]
+    rows += [
+        Job(twin, lookahead, most, "float32"),
+        Job(score.replace(tokens_per_summary=4), lookahead, most, "float32"),
+    ]
+    rows += [
+        Job(PAPER, "lookup draft", most, "float32"),
+        Job(score.replace(tokens_per_summary=4), lookahead, most, dtype),
+    ]
     rows += [Job(score, lookahead, least, dtype), Job(twin, lookahead, least, dtype)]
     smaller = [x for x in plan.half_ranges if x < score.half_range][-1:]
     rows += [Job(score.replace(half_range=x), lookahead, budget, dtype) for x in smaller for budget in (most, least)]

@@ -92,7 +92,7 @@ class OasisConfig:
     lookahead: str | Mapping[str, float] = "draft"
     smooth_queries: int = 4
     scorer: str = "midrange"
-    half_range: float = 0.5
+    half_range: float = 0.6
     reduction: str = "softmax-mean"
     summary_dtype: str = "int8"
     tokens_per_summary: int = 8
