@@ -95,7 +95,7 @@ def test_padding_is_not_seen_and_gives_finite_numbers(chunked, sinks):
     check(6, valid=holes, sinks=sinks)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 9, 20])
+@pytest.mark.parametrize("window", [1, 2, 5, 8, 9, 20])
 def test_window(chunked, window):
     check(9, window=window)
     check(9, window=window, sinks=True)

@@ -128,6 +128,37 @@ def test_nothing_is_found_before_anything_was_seen():
     assert proposals(PromptLookupDrafter(), [[], []], [3, 4], 2) == [None, None]
 
 
+def test_tokens_that_are_not_known_match_nothing():
+    drafter = observed([[5, 6]])
+    known = [[5, 6]]
+    for more in ([None, 7, 8], [None, None]):  # two stretches of embeddings, the first followed by 7 and 8
+        drafter.observe(None, torch.tensor([len(known[0])]), None)
+        known[0] += [token for token in more if token is None]
+        for token in more:
+            if token is not None:
+                drafter.observe(torch.tensor([[token]]), torch.tensor([len(known[0])]), None)
+                known[0].append(token)
+    assert proposals(drafter, known, [7], 1) == [None], "'unknown, 7' is not known to be the same twice"
+
+
+@pytest.mark.parametrize("how", ["crop", "hide"])
+def test_what_was_dropped_is_never_found_again(how):
+    drafter = observed([[5, 6, 7, 5, 6]])
+    drafter.crop([2]) if how == "crop" else drafter.hide(0, 2, torch.tensor([False] * 3))
+    drafter.observe(None, torch.tensor([2]), None)  # three embeddings where 7, 5, 6 stood
+    drafter.observe(torch.tensor([[5]]), torch.tensor([5]), None)
+    assert proposals(drafter, [[5, 6, None, None, None, 5]], [6], 1) == [None]
+
+
+def test_a_fork_of_prompt_lookup_goes_its_own_way():
+    drafter = observed([[5, 6]])
+    other = drafter.fork()
+    for which, token in ((drafter, 7), (other, 8)):
+        which.observe(torch.tensor([[token, 5]]), torch.tensor([2]), None)
+    assert proposals(drafter, [[5, 6, 7, 5]], [6], 1) == [[7]]
+    assert proposals(other, [[5, 6, 8, 5]], [6], 1) == [[8]]
+
+
 def test_cropping_again_and_again_needs_no_more_room():
     drafter = observed([[1, 2, 3] * 10])
     for _ in range(50):
