@@ -151,12 +151,13 @@ def test_what_was_dropped_is_never_found_again(how):
 
 
 def test_a_fork_of_prompt_lookup_goes_its_own_way():
-    drafter = observed([[5, 6]])
+    drafter = observed([[9]])
+    drafter.observe(torch.tensor([[5, 6]]), torch.tensor([1]), None)  # from here there is room: written in place
     other = drafter.fork()
     for which, token in ((drafter, 7), (other, 8)):
-        which.observe(torch.tensor([[token, 5]]), torch.tensor([2]), None)
-    assert proposals(drafter, [[5, 6, 7, 5]], [6], 1) == [[7]]
-    assert proposals(other, [[5, 6, 8, 5]], [6], 1) == [[8]]
+        which.observe(torch.tensor([[token, 5]]), torch.tensor([3]), None)
+    assert proposals(drafter, [[9, 5, 6, 7, 5]], [6], 1) == [[7]]
+    assert proposals(other, [[9, 5, 6, 8, 5]], [6], 1) == [[8]]
 
 
 def test_cropping_again_and_again_needs_no_more_room():
