@@ -16,7 +16,7 @@ from oasis_hf import OasisCache
 from oasis_hf.demo import handbook
 from oasis_hf.models import load
 
-QUESTIONS = ("How long does the canary stage last?", "How long does the shadow stage last?")
+QUESTIONS = ("How long does the canary stage last?", "Who should read this handbook?")
 
 
 def main(name: str | None = None) -> None:

@@ -1,5 +1,7 @@
 """The demo: a real long document, a working set of a quarter of it, the right answer from deep inside."""
 
+import io
+
 import pytest
 import torch
 
@@ -37,18 +39,24 @@ def test_numbers_are_those_of_the_caches(result):
     blocks = -(-(result.context + oasis.tokens - 1) // 16)
     assert oasis.host_bytes == blocks * 16 * token
     working_set = layers * heads * 2 * 2 * dim * (8 + 16 * cache.state.slots)  # the tail stands in front
-    assert working_set < oasis.device_bytes < working_set + dense.device_bytes / 8
+    assert working_set < oasis.device_bytes < dense.device_bytes / 3
     steps, cap = oasis.tokens - 1, cache.state.cap
     assert 0 < oasis.moved_bytes <= steps * layers * heads * cap * cache.state.block_bytes
     assert 0.5 < oasis.hit_rate < 1
 
 
+@pytest.mark.xfail(strict=True, reason="Summaries.ensure doubles when the first block opens behind a prompt")
+def test_summaries_are_a_sixteenth(result):
+    memory = result.cache.memory()
+    assert memory["summaries"] < 1.25 * memory["dense"] / 16
+
+
 def test_table_shows_both(result):
     from rich.console import Console
 
-    console = Console(width=200, record=True, quiet=True)
+    console = Console(width=200, file=io.StringIO())
     console.print(demo.table(result))
-    text = console.export_text()
+    text = console.file.getvalue()
     for part in ("dense cache", "OasisCache", result.dense.answer, result.oasis.answer, "MiB", "%"):
         assert part in text
 
