@@ -16,7 +16,7 @@ from oasis_hf import OasisCache
 from oasis_hf.demo import handbook
 from oasis_hf.models import load
 
-QUESTIONS = ("How long does the canary stage last?", "Who should read this handbook?")
+QUESTIONS = ("How long does the canary stage last?", "Who is this handbook for?")
 
 
 def main(name: str | None = None) -> None:

@@ -24,4 +24,4 @@ def smollm2():
 @pytest.fixture
 def loads_smollm2(smollm2, monkeypatch):
     """`oasis_hf.models.load` hands out the session's model: what is run with it reads the weights no second time."""
-    monkeypatch.setattr("oasis_hf.models.load", lambda model=None, device=None: smollm2)
+    monkeypatch.setattr("oasis_hf.models.load", lambda model=None, device=None, dtype=None: smollm2)
