@@ -158,8 +158,10 @@ class OasisLayer(CacheLayerMixin):
             weights = query.new_full((query.shape[0], step.count), 1 / step.count, dtype=torch.float32)
             self._fetch("on_demand", query[:, :, : step.count], weights, lengths, self.working_set.allocated)
         out = self.working_set.attend(query, lengths, step.tail_mask(keys.device), self.scaling, sinks)
+        # Older than what this step predicts, so that a block it opens next never takes a predicted one's place.
+        age = step.number if step.weights is None else step.number - 1
         for entry in range(step.count):
-            self._append(entry, lengths + entry if entry else lengths, [n + entry for n in step.starts])
+            self._append(entry, lengths + entry if entry else lengths, [n + entry for n in step.starts], age)
         self._remember(query[:, :, : step.count])
         self.draft_queries = query[:, :, step.count :]
         if step.weights is not None:
@@ -168,14 +170,18 @@ class OasisLayer(CacheLayerMixin):
             self._fetch("fetched", queries, step.weights.to(keys.device), lengths + step.count, self.state.cap)
         return out
 
-    def _append(self, entry: int, lengths: torch.Tensor, tokens: list[int]) -> None:
+    def _append(self, entry: int, lengths: torch.Tensor, tokens: list[int], age: int) -> None:
         """Tail entry to the open block and its page; a block it fills is summarised. `tokens` are `lengths`, known to
         the host, so that steps in which nothing opens or closes skip that work."""
-        number = self.state.number
+        config = self.state.config
         keys, values = self.working_set.keys[:, :, entry], self.working_set.values[:, :, entry]
-        slot, wasted = self.working_set.append_from_tail(entry, lengths, number)
+        opens = any(n % BLOCK == 0 for n in tokens)
+        if opens and config.lookahead == "none" and (config.sink_blocks or config.recent_blocks):
+            # No selection keeps them young here.
+            self.working_set.keep(config.sink_blocks, lengths // BLOCK - config.recent_blocks, age)
+        slot, wasted = self.working_set.append_from_tail(entry, lengths, age)
         self.store.append(self.index, lengths, keys, values)
-        if any(n % BLOCK == 0 for n in tokens):
+        if opens:
             self.counters.add("wasted", wasted.sum(0))
         if any(n % BLOCK == BLOCK - 1 for n in tokens):
             closing = (lengths + 1) % BLOCK == 0
@@ -237,7 +243,7 @@ class OasisLayer(CacheLayerMixin):
     def commit(self, entry: int, position: int) -> None:
         """A tail entry is accepted: append it. Called before the rows advance."""
         rows = self.state.need_rows()
-        self._append(entry, rows.lengths(self.device), rows.tokens)
+        self._append(entry, rows.lengths(self.device), rows.tokens, self.state.number)
         if self.draft_queries is not None and entry - 1 < self.draft_queries.shape[2]:
             self._remember(self.draft_queries[:, :, entry - 1 : entry])
 

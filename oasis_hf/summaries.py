@@ -8,10 +8,14 @@ from . import ops
 from .config import OasisConfig
 
 
+GROWTH = 8
+"""Summaries grow by one part in this many at least."""
+
+
 class Summaries:
     """`[B, H, N, P, 2, D]` in the model's dtype or int8, and `[B, H, N, P, 2]` float16 scales for int8.
 
-    N grows by doubling. Only closed blocks count; what stands behind them is left from a cropped future.
+    N grows by an eighth: summaries are what fills the device, so little may stand empty. Only closed blocks count; what stands behind them is left from a cropped future.
 
     Args:
         rows, heads, dim: B, H, D. dtype, device: the model's.
@@ -30,7 +34,7 @@ class Summaries:
         """Room for `blocks` and one more, which takes the writes of rows that close nothing."""
         have = self.vectors.shape[2]
         if blocks + 1 > have:
-            more = max(blocks + 1, 2 * have) - have
+            more = max(blocks + 1, have + max(have // GROWTH, GROWTH)) - have
             self.vectors = _widen(self.vectors, more)
             if self.scales.ndim > 1:
                 self.scales = _widen(self.scales, more)

@@ -97,6 +97,11 @@ class WorkingSet:
         self.fresh.scatter_(2, plan_slot, old | admitted)
         return plan_block, plan_slot, counts, (old & admitted).sum((0, 2))
 
+    def keep(self, first: int, from_block: torch.Tensor, step: int) -> None:
+        """Blocks before `first` and at or beyond `from_block` `[B]` count as selected at `step`."""
+        kept = (self.table < first) | (self.table >= from_block[:, None, None])
+        self.last_selected.masked_fill_(kept & (self.table >= 0), step)
+
     def forget_from(self, block: torch.Tensor) -> None:
         """Empty the slots of blocks at or beyond `block` `[B]`: their content is no longer the row's."""
         self.table.masked_fill_(self.table >= block[:, None, None], -1)
@@ -112,6 +117,7 @@ class WorkingSet:
         missing = needed & ~resident
         self.table.scatter_(2, slot, torch.where(missing, block, self.table.gather(2, slot)))
         self.last_selected.masked_fill_((self.table == block) & needed, step)
+        self.fresh.scatter_(2, slot, self.fresh.gather(2, slot) & ~missing)
         return torch.where(missing, block, -1), slot
 
     def select_rows(self, index: torch.Tensor) -> None:

@@ -45,7 +45,6 @@ def test_numbers_are_those_of_the_caches(result):
     assert 0.5 < oasis.hit_rate < 1
 
 
-@pytest.mark.xfail(strict=True, reason="Summaries.ensure doubles when the first block opens behind a prompt")
 def test_summaries_are_a_sixteenth(result):
     memory = result.cache.memory()
     assert memory["summaries"] < 1.25 * memory["dense"] / 16

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.core
 
 def lookup_by_hand(tokens: list[int | None], new: int, count: int, ngram: int, shortest: int) -> list[int] | None:
     """tokens: a row's past, None where it is not known. The continuation of the latest earlier match of the longest
-    run of last tokens, the new one included; None where there is no match or it is too short."""
+    run of last tokens, the new one included, going round again past the end; None where there is no match."""
     text = [*tokens, new]
     for length in range(ngram, shortest - 1, -1):
         last = text[len(text) - length :]
@@ -29,8 +29,8 @@ def lookup_by_hand(tokens: list[int | None], new: int, count: int, ngram: int, s
             continue
         for end in range(len(text) - 1, length - 1, -1):  # exclusive end of an earlier match
             if text[end - length : end] == last:
-                follow = text[end : end + count]
-                return follow if len(follow) == count and None not in follow else None
+                follow = [text[end:][j % len(text[end:])] for j in range(count)]
+                return follow if None not in follow else None
     return None
 
 

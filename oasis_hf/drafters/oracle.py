@@ -24,7 +24,7 @@ class OracleDrafter(Drafter):
             raise DrafterError("OracleDrafter needs tokens of shape [rows, length] and dtype int64.")
         if not tokens.numel():
             raise DrafterError(f"OracleDrafter was given no tokens: their shape is {list(tokens.shape)}.")
-        self.tokens = tokens
+        self.tokens = self._told = tokens
 
     def check(self, model: Any) -> None:
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -46,5 +46,10 @@ class OracleDrafter(Drafter):
     def select_rows(self, index: list[int]) -> None:
         self.tokens = self.tokens[index]
 
+    def reset(self) -> None:
+        self.tokens = self._told
+
     def fork(self) -> "OracleDrafter":
-        return OracleDrafter(self.tokens)
+        other = OracleDrafter(self.tokens)
+        other._told = self._told
+        return other

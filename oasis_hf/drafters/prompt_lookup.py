@@ -81,10 +81,11 @@ class PromptLookupDrafter(Drafter):
             if length >= self.shortest:
                 latest = torch.where(match, index, -1).amax(1)
                 best = torch.where(latest >= 0, latest, best)
-        at = best[:, None] + 1 + torch.arange(count, device=tokens.device)
-        # A match close to the end continues with the new token itself.
+        # What followed ends with the new token itself; a longer draft goes round again, as a repeating text does.
+        period = (lengths - best)[:, None]
+        at = best[:, None] + 1 + torch.arange(count, device=tokens.device) % period
         known = torch.where(at == lengths[:, None], tokens[:, None], history.gather(1, at.clamp(0, columns - 1)))
-        found = (best >= 0) & (known >= 0).all(1) & (at <= lengths[:, None]).all(1)
+        found = (best >= 0) & (known >= 0).all(1)
         return Draft(torch.where(found[:, None], known, tokens[:, None]), found)
 
     def crop(self, lengths: list[int]) -> None:

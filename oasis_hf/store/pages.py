@@ -22,7 +22,24 @@ class HostMemoryError(MemoryError):
 
 
 def available_host_bytes() -> int:
-    """Bytes of host memory that can be taken without swapping."""
+    """Bytes of host memory that can be taken without swapping, or without being killed for a container's limit."""
+    limits = [_system_available_bytes()]
+    for limit, used in _CGROUPS:
+        try:
+            with open(limit) as most, open(used) as now:
+                limits.append(max(0, int(most.read()) - int(now.read())))
+        except (OSError, ValueError):  # no such hierarchy, or "max"
+            continue
+    return min(limits)
+
+
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def _system_available_bytes() -> int:
     try:
         with open("/proc/meminfo") as info:
             for line in info:
