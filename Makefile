@@ -12,16 +12,20 @@ MODEL ?=
 export HF_HUB_DISABLE_TELEMETRY = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
+# Two workers of one thread each: small models gain nothing from more threads, and threads of two processes that share
+# cores wait for each other. A file stays in one worker, which loads the real model once.
+PYTEST = -m pytest -n 2 --dist loadfile
+
 .PHONY: demo test test-oldest lint clean
 
 demo: .venv/ready
 	.venv/bin/oasis-hf demo $(MODEL)
 
 test: lint test-oldest
-	.venv/bin/python -m pytest
+	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST)
 
 test-oldest: .venv-517/ready
-	.venv-517/bin/python -m pytest -m core
+	OMP_NUM_THREADS=1 .venv-517/bin/python $(PYTEST) -m core
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -11,7 +11,8 @@ assert version is not None
 
 plot = ["matplotlib>=3.7"]
 demo = ["gguf>=0.10", "accelerate>=1.0"]
-test = ["pytest>=8", "hypothesis>=6", "nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6", *plot, *demo]
+notebook = ["nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6"]
+test = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", *notebook, *plot, *demo]
 
 setup(
     name="oasis-hf",

@@ -7,7 +7,6 @@ import torch
 from . import ops
 from .config import OasisConfig
 
-
 GROWTH = 8
 """Summaries grow by one part in this many at least."""
 
@@ -15,7 +14,8 @@ GROWTH = 8
 class Summaries:
     """`[B, H, N, P, 2, D]` in the model's dtype or int8, and `[B, H, N, P, 2]` float16 scales for int8.
 
-    N grows by an eighth: summaries are what fills the device, so little may stand empty. Only closed blocks count; what stands behind them is left from a cropped future.
+    N grows by an eighth: summaries are what fills the device, so little may stand empty. Only closed blocks count; what
+    stands behind them is left from a cropped future.
 
     Args:
         rows, heads, dim: B, H, D. dtype, device: the model's.
