@@ -1,4 +1,4 @@
-"""One decode step on a CPU: `OasisCache` against `DynamicCache`, as a ratio in one run (issue A, speed bar).
+"""One decode step on a CPU: `OasisCache` against `DynamicCache`, as a ratio in one run.
 
     python eval/step_time.py [--quick] [--tokens 7000] [--dtype bfloat16 float32] [--out eval/results/step_time.json]
 

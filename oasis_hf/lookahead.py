@@ -28,7 +28,7 @@ def next_input_probabilities(drafts: int, acceptance: float) -> list[float]:
     """P(the next forward's input stands where draft i stands), for a chain of which all but the last are verified.
 
     It stands at draft i if the drafts before it were accepted and it was not (then its query is the nearest we have),
-    and at the last one if all verified ones were (issue A, part 5).
+    and at the last one if all verified ones were.
     """
     return [acceptance**i * (1 - acceptance) for i in range(drafts - 1)] + [acceptance ** (drafts - 1)]
 

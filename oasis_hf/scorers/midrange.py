@@ -1,4 +1,4 @@
-"""Midpoint and half-range: the min/max bound, shrunk towards the block's middle (issue A; lambda 1 is min/max)."""
+"""Midpoint and half-range: the min/max bound, shrunk towards the block's middle (lambda 1 is min/max)."""
 
 import torch
 
