@@ -266,9 +266,7 @@ def test_previous_proposes_nothing():
     assert PreviousDrafter().proposes is False
 
 
-@pytest.mark.parametrize(
-    "given", [3, 1.5, ["auto"], PromptLookupDrafter, object()], ids=str, ids=lambda one: type(one).__name__
-)
+@pytest.mark.parametrize("given", [3, 1.5, ["auto"], PromptLookupDrafter, object()], ids=lambda one: type(one).__name__)
 def test_a_wrong_type_is_refused(given):
     refuse(given, "is not a drafter: use 'previous', 'prompt_lookup', 'auto', a folder, or a Drafter")
 
