@@ -78,7 +78,7 @@ def score(
     wide = SCORERS[scorer](half_range).expand(query.float() * scaling).flatten(-2)
     vectors = summaries.float()
     if scales.numel():
-        vectors = vectors * scales.float().unsqueeze(-1)
+        vectors = vectors.mul_(scales.float().unsqueeze(-1))
     wide = wide.reshape(rows, heads, -1, 2 * dim)
     raw = wide @ vectors.reshape(rows, heads, blocks * parts, 2 * dim).transpose(-1, -2)
     raw = raw.view(rows, heads, -1, tokens, blocks, parts)
@@ -87,8 +87,10 @@ def score(
     exists = index < closed.unsqueeze(-1)
     gone = ~exists[:, None, None, None, :, None]
     if reduction == "softmax-mean":
-        raw = raw.masked_fill(gone, torch.finfo(torch.float32).min)
-        per_token = raw.flatten(-2).softmax(-1).view_as(raw).sum(-1).mean(2)
+        share = raw.masked_fill_(gone, torch.finfo(torch.float32).min).flatten(-2).softmax(-1)
+        # Tokens are weighted before parts are summed: the order is free, and this one is the smaller sum.
+        share = share.mean(2)[:, :, 0] if tokens == 1 else torch.einsum("bhgtn,bt->bhn", share, weights) / share.shape[2]
+        total = share.view(rows, heads, blocks, parts).sum(-1)
     else:
         per_part = raw.amax(-1)
         per_token = per_part.amax(2) if reduction == "max" else per_part.mean(2)
@@ -98,7 +100,7 @@ def score(
             mean = (per_token * keep).sum(-1, keepdim=True) / count
             var = ((per_token - mean).square() * keep).sum(-1, keepdim=True) / count
             per_token = (per_token - mean) * (var + 1e-12).rsqrt()
-    total = per_token[:, :, 0] if tokens == 1 else torch.einsum("bhtn,bt->bhn", per_token, weights)
+        total = per_token[:, :, 0] if tokens == 1 else torch.einsum("bhtn,bt->bhn", per_token, weights)
     if sink_blocks or recent_blocks:
         kept = (index < sink_blocks) | (index >= closed.unsqueeze(-1) - recent_blocks)
         total = total.masked_fill(kept.unsqueeze(1), torch.inf)
