@@ -89,7 +89,8 @@ def score(
     if reduction == "softmax-mean":
         share = raw.masked_fill_(gone, torch.finfo(torch.float32).min).flatten(-2).softmax(-1)
         # Tokens are weighted before parts are summed: the order is free, and this one is the smaller sum.
-        share = share.mean(2)[:, :, 0] if tokens == 1 else torch.einsum("bhgtn,bt->bhn", share, weights) / share.shape[2]
+        mean = share.mean(2)
+        share = mean[:, :, 0] if tokens == 1 else torch.einsum("bhtn,bt->bhn", mean, weights)
         total = share.view(rows, heads, blocks, parts).sum(-1)
     else:
         per_part = raw.amax(-1)
