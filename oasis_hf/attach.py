@@ -7,7 +7,6 @@ the name on for the length of a call that carries an `OasisCache`; every other c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import types
@@ -266,13 +265,3 @@ def detach(model: Any) -> None:
     attachment = _attachments.pop(model, None)
     if attachment is not None:
         attachment.remove(model)
-
-
-@contextlib.contextmanager
-def inactive() -> Iterator[None]:
-    """For a forward of another model inside ours (a drafter's)."""
-    token = _active.set(None)
-    try:
-        yield
-    finally:
-        _active.reset(token)

@@ -6,6 +6,7 @@ import torch
 
 from . import ops
 from .config import BLOCK, TAIL
+from .ops.reference import evict_key
 
 FIRST_SLOTS = 8
 """Slots allocated at first; doubled while rows are short, so that a large budget costs nothing until it is used."""
@@ -112,8 +113,7 @@ class WorkingSet:
         block = (lengths // BLOCK)[:, None, None].expand(*self.table.shape[:2], 1)
         needed = (lengths % BLOCK > 0)[:, None, None]
         resident = (self.table == block).any(-1, keepdim=True)
-        key = torch.where(self.table < 0, -1, self.last_selected) * self.allocated + self.order
-        slot = key.argmin(-1, keepdim=True)
+        slot = evict_key(self.table, self.last_selected, self.order).argmin(-1, keepdim=True)
         missing = needed & ~resident
         self.table.scatter_(2, slot, torch.where(missing, block, self.table.gather(2, slot)))
         self.last_selected.masked_fill_((self.table == block) & needed, step)

@@ -108,7 +108,7 @@ def score(
     return total.masked_fill(~exists.unsqueeze(1), -torch.inf)
 
 
-def _evict_key(table: torch.Tensor, last_selected: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def evict_key(table: torch.Tensor, last_selected: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Eviction order of slots, smallest first: empty slots, then least recently selected, ties by `order`."""
     return torch.where(table < 0, -1, last_selected) * order.numel() + order
 
@@ -163,7 +163,7 @@ def select(
 
     never = torch.iinfo(torch.int64).max
     is_open = (table == (lengths // BLOCK)[:, None, None]) & (lengths % BLOCK > 0)[:, None, None]
-    key = _evict_key(table, last_selected, order).masked_fill(predicted | is_open, never)
+    key = evict_key(table, last_selected, order).masked_fill(predicted | is_open, never)
     age, victim = key.topk(cap, -1, largest=False)
     admitted = (plan_block >= 0) & (age < never)
     # rank `cap` is the bin of the misses over the cap and of hits: sliced off above.
@@ -245,7 +245,7 @@ def append(
     """
     block = (lengths // BLOCK)[:, None]
     opens = (lengths % BLOCK == 0)[:, None].expand(table.shape[:2])
-    oldest = _evict_key(table, last_selected, order).argmin(-1)
+    oldest = evict_key(table, last_selected, order).argmin(-1)
     current = (table == block.unsqueeze(-1)).to(torch.uint8).argmax(-1)
     slot = torch.where(opens, oldest, current)
     evicted = opens & (table.gather(2, slot.unsqueeze(-1)).squeeze(-1) >= 0)
