@@ -62,6 +62,14 @@ LOOKAHEADS: dict[str, Lookahead] = {
 }
 """On-demand selection uses the step's own query: the same blocks as "true draft"."""
 
+ON_DEMAND = "on demand"
+"""Of the model's runs only: the ceiling of a score, fetched on the critical path with no cap."""
+
+
+def lookahead_named(name: str) -> Lookahead:
+    return Lookahead("on_demand") if name == ON_DEMAND else LOOKAHEADS[name]
+
+
 WINDOW = max(one.smooth for one in LOOKAHEADS.values())
 
 
@@ -76,7 +84,7 @@ class Score:
     tokens_per_summary: int
 
     def config(self, lookahead: str, **knobs: Any) -> OasisConfig:
-        one = LOOKAHEADS[lookahead]
+        one = lookahead_named(lookahead)
         return OasisConfig(
             scorer=self.scorer, half_range=self.half_range, reduction=self.reduction,
             summary_dtype=self.summary_dtype, tokens_per_summary=self.tokens_per_summary,

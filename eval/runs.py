@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cells import LOOKAHEADS, Score
+from cells import Score, lookahead_named
 from recording import load
 from transformers import DynamicCache
 
@@ -56,12 +56,12 @@ def dense_logits(model: Any, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
 
 @torch.no_grad()
 def oasis_logits(
-    model: Any, tokens: torch.Tensor, prompt: int, job: Job, fetch_ratio: float
+    model: Any, tokens: torch.Tensor, prompt: int, job: Job, fetch_ratio: float, **knobs: Any
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """`[B, S, V]` of an `OasisCache`, and its traffic: per row and decode step, summed over layers and KV heads."""
-    one = LOOKAHEADS[job.lookahead]
+    one = lookahead_named(job.lookahead)
     drafter = {"true": OracleDrafter(tokens), "lookup": PromptLookupDrafter(), None: PreviousDrafter()}[one.draft]
-    config = job.score.config(job.lookahead, budget=job.budget, fetch_ratio=fetch_ratio, store="resident")
+    config = job.score.config(job.lookahead, budget=job.budget, fetch_ratio=fetch_ratio, store="resident", **knobs)
     cache = OasisCache(model, config, drafter=drafter)
     model(tokens[:, :prompt], **{cache_name(model): cache}, logits_to_keep=1)
     logits = _steps(model, cache, tokens, prompt)

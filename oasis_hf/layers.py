@@ -179,7 +179,7 @@ class OasisLayer(CacheLayerMixin):
         if opens and config.lookahead == "none" and (config.sink_blocks or config.recent_blocks):
             # No selection keeps them young here.
             self.working_set.keep(config.sink_blocks, lengths // BLOCK - config.recent_blocks, age)
-        slot, wasted = self.working_set.append_from_tail(entry, lengths, age)
+        slot, wasted = self.working_set.append_from_tail(entry, lengths, age, opens)
         self.store.append(self.index, lengths, keys, values)
         if opens:
             self.counters.add("wasted", wasted.sum(0))

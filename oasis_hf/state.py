@@ -10,6 +10,7 @@ import torch
 from .config import BLOCK, OasisConfig
 from .rows import Rows
 from .store import BlockStore, HostStore, ResidentStore
+from .summaries import GROWTH
 from .tail import Tail
 
 
@@ -112,7 +113,8 @@ class State:
         most = max(self.step.ends) if self.step is not None else 0
         slots = self.sparse_layers * rows * heads * min(self.slots, most // BLOCK + 1) * self.block_bytes
         size = 1 if self.config.summary_dtype == "int8" else keys.element_size()
-        summaries = self.sparse_layers * rows * heads * (most // BLOCK + 1) * self.config.parts * 2 * dim * size
+        room = most // BLOCK + 1 + max(most // BLOCK // GROWTH, GROWTH)  # as much as their next growth takes
+        summaries = self.sparse_layers * rows * heads * room * self.config.parts * 2 * dim * size
         free, _ = torch.cuda.mem_get_info(keys.device)
         if slots + summaries > free:
             raise MemoryError(

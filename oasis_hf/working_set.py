@@ -70,12 +70,16 @@ class WorkingSet:
         self.fresh.zero_()
         return ops.attend(query, self.keys, self.values, self.table, lengths, tail_mask, scaling, sinks)
 
-    def append_from_tail(self, entry: int, lengths: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def append_from_tail(
+        self, entry: int, lengths: torch.Tensor, step: int, may_open: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tail entry -> open block. Returns slot `[B, H]` and wasted `[B, H]`: an evicted block nobody attended to."""
         slot, evicted = ops.append(
             self.keys, self.values, self.table, self.last_selected, lengths, self.order,
-            self.keys[:, :, entry], self.values[:, :, entry], step,
+            self.keys[:, :, entry], self.values[:, :, entry], step, may_open,
         )  # fmt: skip
+        if not may_open:
+            return slot, evicted
         at = slot.unsqueeze(-1)
         wasted = evicted & self.fresh.gather(2, at).squeeze(-1)
         self.fresh.scatter_(2, at, False)

@@ -317,9 +317,11 @@ def test_append(case):
     table, last = torch.tensor(tables).view(rows, heads, slots), torch.tensor(lasts).view(rows, heads, slots)
     keys, values = randn(rows, heads, TAIL + slots * BLOCK, 2), randn(rows, heads, TAIL + slots * BLOCK, 2, seed=1)
     want = [x.clone() for x in (keys, values, table, last)]
+    may_open = any(n % BLOCK == 0 for n in lengths)
     slot, evicted = ops.append(
-        keys, values, table, last, torch.tensor(lengths), torch.tensor(order), keys[:, :, 3], values[:, :, 3], 9
-    )
+        keys, values, table, last, torch.tensor(lengths), torch.tensor(order), keys[:, :, 3], values[:, :, 3], 9,
+        may_open,
+    )  # fmt: skip
     for b, h in np.ndindex(rows, heads):
         block, into = divmod(lengths[b], BLOCK)
         row = want[2][b, h].tolist()

@@ -109,10 +109,10 @@ def test_a_page_is_complete_before_its_slot_is_reused(monkeypatch):
     cache = OasisCache(model, budget=64, lookahead="previous")
     plain, checked = working_set.WorkingSet.append_from_tail, []
 
-    def spied(self, entry, lengths, step):
+    def spied(self, entry, lengths, *rest):
         layer = next(layer for layer in cache.sparse_layers if layer.working_set is self)
         before = self.table.clone(), self.keys.clone()
-        slot, wasted = plain(self, entry, lengths, step)
+        slot, wasted = plain(self, entry, lengths, *rest)
         for head, place in enumerate(slot[0].tolist()):
             old = int(before[0][0, head, place])
             if old >= 0 and old != int(self.table[0, head, place]):

@@ -26,7 +26,7 @@ _SCHEMAS = {
     ),
     "append": (
         "(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) table, Tensor(d!) last_selected, Tensor lengths, "
-        "Tensor order, Tensor new_keys, Tensor new_values, int step) -> (Tensor, Tensor)"
+        "Tensor order, Tensor new_keys, Tensor new_values, int step, bool may_open=True) -> (Tensor, Tensor)"
     ),
     "attend": (
         "(Tensor query, Tensor keys, Tensor values, Tensor table, Tensor lengths, Tensor tail_mask, "
@@ -55,7 +55,7 @@ def _fake_select(scores, table, last_selected, lengths, order, cap, step):
     return plan, torch.empty_like(plan), table.new_empty((3, table.shape[1]))
 
 
-def _fake_append(keys, values, table, last_selected, lengths, order, new_keys, new_values, step):
+def _fake_append(keys, values, table, last_selected, lengths, order, new_keys, new_values, step, may_open=True):
     return table.new_empty(table.shape[:2]), table.new_empty(table.shape[:2], dtype=torch.bool)
 
 

@@ -87,10 +87,11 @@ def score(
     exists = index < closed.unsqueeze(-1)
     gone = ~exists[:, None, None, None, :, None]
     if reduction == "softmax-mean":
-        share = raw.masked_fill_(gone, torch.finfo(torch.float32).min).flatten(-2).softmax(-1)
-        # Tokens are weighted before parts are summed: the order is free, and this one is the smaller sum.
-        mean = share.mean(2)
-        share = mean[:, :, 0] if tokens == 1 else torch.einsum("bhtn,bt->bhn", mean, weights)
+        # Added, not filled, and weighted before parts are summed: fewer passes over the widest tensor.
+        off = torch.where(gone, torch.finfo(torch.float32).min / 2, 0.0).expand(*gone.shape[:-1], parts).flatten(-2)
+        share = raw.flatten(-2).add_(off).softmax(-1).flatten(2, 3)
+        group = share.shape[2] // tokens
+        share = ((weights if tokens > 1 else torch.ones_like(weights)) / group).repeat(1, group)[:, None, None] @ share
         total = share.view(rows, heads, blocks, parts).sum(-1)
     else:
         per_part = raw.amax(-1)
@@ -230,6 +231,7 @@ def append(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
     step: int,
+    may_open: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row to its open block; a full one rolls: the next block opens in the oldest slot (architecture,
     dense to sparse). The store's page is written by the caller from the same K and V (`BlockStore.append`).
@@ -239,17 +241,19 @@ def append(
         table, last_selected: `[B, H, S]`, changed in place when a block opens.
         lengths: `[B]`, tokens before this one. order: `[S]`, breaks ties among victims.
         new_keys, new_values: `[B, H, D]`. step: becomes `last_selected` of the open block.
+        may_open: False where the caller knows that no row opens a block here: no victim is looked for.
 
     Returns:
         slot `[B, H]` the token went to, and evicted `[B, H]` bool, whether that slot's block was given up for it.
     """
     block = (lengths // BLOCK)[:, None]
-    opens = (lengths % BLOCK == 0)[:, None].expand(table.shape[:2])
-    oldest = evict_key(table, last_selected, order).argmin(-1)
-    current = (table == block.unsqueeze(-1)).to(torch.uint8).argmax(-1)
-    slot = torch.where(opens, oldest, current)
-    evicted = opens & (table.gather(2, slot.unsqueeze(-1)).squeeze(-1) >= 0)
-    table.scatter_(2, slot.unsqueeze(-1), block.expand_as(slot).unsqueeze(-1))
+    slot = (table == block.unsqueeze(-1)).to(torch.uint8).argmax(-1)
+    evicted = torch.zeros_like(slot, dtype=torch.bool)
+    if may_open:
+        opens = (lengths % BLOCK == 0)[:, None].expand(table.shape[:2])
+        slot = torch.where(opens, evict_key(table, last_selected, order).argmin(-1), slot)
+        evicted = opens & (table.gather(2, slot.unsqueeze(-1)).squeeze(-1) >= 0)
+        table.scatter_(2, slot.unsqueeze(-1), block.expand_as(slot).unsqueeze(-1))
     last_selected.scatter_(2, slot.unsqueeze(-1), step)
     where = TAIL + slot * BLOCK + (lengths % BLOCK)[:, None]
     line = _flat(keys, where)
@@ -292,8 +296,8 @@ def attend(
     tokens = query.shape[2]
     group = query.shape[1] // heads
     packed = query.reshape(rows, heads, group * tokens, -1)
-    slots = visible(table, lengths).unsqueeze(2).expand(-1, -1, tokens, -1)
-    allowed = torch.cat((tail_mask.expand(rows, heads, -1, -1), slots), -1)
+    slots = visible(table, lengths).unsqueeze(2)
+    allowed = torch.cat((tail_mask.expand(rows, heads, -1, -1), slots.expand(-1, -1, tokens, -1)), -1)
     if tokens > 1:
         allowed = allowed.repeat(1, 1, group, 1)
     if sinks is not None:
