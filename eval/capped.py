@@ -49,17 +49,18 @@ def capped(
     age = torch.zeros_like(table)
     keys = torch.zeros((rows, heads, TAIL + slots * BLOCK, 1), device=device)
     values, new = torch.zeros_like(keys), torch.zeros((rows, heads, 1), device=device)
-    reference.select(start, table, age, lengths, order, slots, 1)
+    reference.select(start, table, age, lengths, order, slots, torch.ones((), dtype=torch.int64, device=device))
     kept, moved = [], torch.zeros(3, dtype=torch.int64, device=device)
     for step in range(steps):
         closed = (prompt + step) // BLOCK
         now = mass[:, :, step]
         resident = (table >= 0) & (table < closed)
         kept.append((now.gather(2, table.clamp(min=0)) * resident).sum(-1) + now[..., closed])
-        reference.append(keys, values, table, age, lengths, order, new, new, step + 2)
+        clock = torch.tensor(step + 2, device=device)
+        reference.append(keys, values, table, age, lengths, order, new, new, clock)
         lengths = lengths + 1
         if step + 1 < steps:
-            counts = reference.select(score[:, :, step + 1], table, age, lengths, order, cap, step + 2)[2]
+            counts = reference.select(score[:, :, step + 1], table, age, lengths, order, cap, clock)[2]
             moved += counts.sum(1)
     missed = 1 - torch.stack(kept).double().mean((0, 2)).view(len(truths), -1).mean(1)
     each = moved.double() / (rows * heads * (steps - 1))

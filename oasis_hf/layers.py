@@ -159,7 +159,7 @@ class OasisLayer(CacheLayerMixin):
             self._fetch("on_demand", query[:, :, : step.count], weights, lengths, self.working_set.allocated)
         out = self.working_set.attend(query, lengths, step.tail_mask(keys.device), self.scaling, sinks)
         # Older than what this step predicts, so that a block it opens next never takes a predicted one's place.
-        age = step.number if step.weights is None else step.number - 1
+        age = self.state.clock(keys.device, 0 if step.weights is None else 1)
         for entry in range(step.count):
             self._append(entry, lengths + entry if entry else lengths, [n + entry for n in step.starts], age)
         self._remember(query[:, :, : step.count])
@@ -170,7 +170,7 @@ class OasisLayer(CacheLayerMixin):
             self._fetch("fetched", queries, step.weights.to(keys.device), lengths + step.count, self.state.cap)
         return out
 
-    def _append(self, entry: int, lengths: torch.Tensor, tokens: list[int], age: int) -> None:
+    def _append(self, entry: int, lengths: torch.Tensor, tokens: list[int], age: torch.Tensor) -> None:
         """Tail entry to the open block and its page; a block it fills is summarised. `tokens` are `lengths`, known to
         the host, so that steps in which nothing opens or closes skip that work."""
         config = self.state.config
@@ -197,7 +197,9 @@ class OasisLayer(CacheLayerMixin):
         if blocks == 0:
             return
         scores = self.summaries.score(queries, lengths // BLOCK, weights, self.scaling, blocks)
-        plan_block, plan_slot, counts, wasted = self.working_set.select(scores, lengths, cap, self.state.number)
+        plan_block, plan_slot, counts, wasted = self.working_set.select(
+            scores, lengths, cap, self.state.clock(self.device)
+        )
         self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
         if why == "fetched":
             self.counters.add_selection(counts, wasted)
@@ -230,20 +232,20 @@ class OasisLayer(CacheLayerMixin):
         block = torch.arange(slots, device=lengths.device)
         resident = (working_set.table.unsqueeze(-1) == block).any(2)
         scores = torch.where(exact & ~resident, 0.0, -torch.inf)
-        plan_block, plan_slot, counts, _ = working_set.select(scores, lengths, 1, self.state.number - 1)
+        plan_block, plan_slot, counts, _ = working_set.select(scores, lengths, 1, self.state.clock(self.device, 1))
         self.store.gather(self.index, working_set.keys, working_set.values, plan_block, plan_slot)
         self.counters.add("first", counts[1])
 
     def _open(self, why: str) -> None:
         lengths = self.state.need_rows().lengths(self.device)
-        plan_block, plan_slot = self.working_set.open_plan(lengths, self.state.number)
+        plan_block, plan_slot = self.working_set.open_plan(lengths, self.state.clock(self.device))
         self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
         self.counters.add(why, (plan_block >= 0).sum((0, 2)))
 
     def commit(self, entry: int, position: int) -> None:
         """A tail entry is accepted: append it. Called before the rows advance."""
         rows = self.state.need_rows()
-        self._append(entry, rows.lengths(self.device), rows.tokens, self.state.number)
+        self._append(entry, rows.lengths(self.device), rows.tokens, self.state.clock(self.device))
         if self.draft_queries is not None and entry - 1 < self.draft_queries.shape[2]:
             self._remember(self.draft_queries[:, :, entry - 1 : entry])
 

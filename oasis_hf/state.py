@@ -80,6 +80,7 @@ class State:
         self.block_bytes = 0
         self.step: Step | None = None
         self.number = 0
+        self._clocks: dict[torch.device, torch.Tensor] = {}
         self.first_due = False
         self.dirty_from: list[int] = []
 
@@ -140,6 +141,18 @@ class State:
         """Content at and beyond these tokens changed in the store only."""
         self.first_due = True
         self.dirty_from = [min(old, n // BLOCK) for old, n in zip(self.dirty_from, starts)]
+
+    def tick(self) -> None:
+        """A forward begins."""
+        self.number += 1
+        for clock in self._clocks.values():
+            clock += 1
+
+    def clock(self, device: torch.device, back: int = 0) -> torch.Tensor:
+        """`number - back` (0 or 1) as an int64 scalar on a device; the same storage at every step."""
+        if device not in self._clocks:
+            self._clocks[device] = torch.tensor([self.number, self.number - 1], device=device)
+        return self._clocks[device][back]
 
     @property
     def grows_sparse(self) -> bool:

@@ -104,7 +104,7 @@ class Stepper:
         rows = state.need_rows()
         self.forget()
         valid = cache.new_columns(call.get("attention_mask"), count)
-        state.number += 1
+        state.tick()
         step = Step("prefill", state.number, count, list(rows.tokens), rows.columns, valid=valid)
         call["attention_mask"] = None
         with prefill_bar(state.config.progress, count, len(cache.layers)) as step.tick:
@@ -138,7 +138,7 @@ class Stepper:
             if remembered is not None:
                 return remembered
         self.forget()
-        state.number += 1
+        state.tick()
         if state.first_due:
             cache.first_select()
         cache.prepare(count)

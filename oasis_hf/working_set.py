@@ -71,7 +71,7 @@ class WorkingSet:
         return ops.attend(query, self.keys, self.values, self.table, lengths, tail_mask, scaling, sinks)
 
     def append_from_tail(
-        self, entry: int, lengths: torch.Tensor, step: int, may_open: bool = True
+        self, entry: int, lengths: torch.Tensor, step: torch.Tensor, may_open: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tail entry -> open block. Returns slot `[B, H]` and wasted `[B, H]`: an evicted block nobody attended to."""
         slot, evicted = ops.append(
@@ -91,7 +91,7 @@ class WorkingSet:
         return self.keys.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, self.keys.shape[-1]))
 
     def select(
-        self, scores: torch.Tensor, lengths: torch.Tensor, cap: int, step: int
+        self, scores: torch.Tensor, lengths: torch.Tensor, cap: int, step: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """`ops.select` on this set. Returns plan_block, plan_slot, counts and wasted `[H]`."""
         plan_block, plan_slot, counts = ops.select(
@@ -102,7 +102,7 @@ class WorkingSet:
         self.fresh.scatter_(2, plan_slot, old | admitted)
         return plan_block, plan_slot, counts, (old & admitted).sum((0, 2))
 
-    def keep(self, first: int, from_block: torch.Tensor, step: int) -> None:
+    def keep(self, first: int, from_block: torch.Tensor, step: torch.Tensor) -> None:
         """Blocks before `first` and at or beyond `from_block` `[B]` count as selected at `step`."""
         kept = (self.table < first) | (self.table >= from_block[:, None, None])
         self.last_selected.masked_fill_(kept & (self.table >= 0), step)
@@ -112,7 +112,7 @@ class WorkingSet:
         self.table.masked_fill_(self.table >= block[:, None, None], -1)
         self.fresh &= self.table >= 0
 
-    def open_plan(self, lengths: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def open_plan(self, lengths: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Make each row's open block resident: the plan `[B, H, 1]` that fetches it where it is not."""
         block = (lengths // BLOCK)[:, None, None].expand(*self.table.shape[:2], 1)
         needed = (lengths % BLOCK > 0)[:, None, None]

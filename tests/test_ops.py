@@ -233,7 +233,7 @@ def test_select(case):
         torch.tensor(lengths),
         torch.tensor(order),
         cap,
-        step,
+        torch.tensor(step),
     )
     assert plan_block.shape == plan_slot.shape == (rows, heads, min(cap, slots)) and counts.shape == (3, heads)
     total = np.zeros((3, heads), dtype=int)
@@ -258,7 +258,7 @@ def test_equally_old_victims_go_in_the_given_order():
         table = torch.tensor([[[0, 1, 2, 3]]])
         last = torch.ones(1, 1, 4, dtype=torch.int64)
         scores = torch.tensor([[[-INF] * 4 + [3.0, 2.0]]])
-        _, slot, _ = ops.select(scores, table, last, torch.tensor([6 * BLOCK]), torch.tensor(order), 2, 2)
+        _, slot, _ = ops.select(scores, table, last, torch.tensor([6 * BLOCK]), torch.tensor(order), 2, torch.tensor(2))
         assert slot[0, 0].tolist() == sorted(range(4), key=lambda s: order[s])[:2]
 
 
@@ -266,7 +266,7 @@ def test_blocks_that_score_infinity_are_always_predicted():
     table = torch.tensor([[[5, 4, 3, 0]]])
     last = torch.zeros(1, 1, 4, dtype=torch.int64)
     scores = torch.tensor([[[INF, 9.0, 8.0, 7.0, 6.0, INF]]])
-    ops.select(scores, table, last, torch.tensor([6 * BLOCK]), torch.arange(4), 3, 1)
+    ops.select(scores, table, last, torch.tensor([6 * BLOCK]), torch.arange(4), 3, torch.tensor(1))
     assert {0, 5} <= set(table[0, 0].tolist()) and table[0, 0, 0] == 5 and table[0, 0, 3] == 0
 
 
@@ -319,8 +319,8 @@ def test_append(case):
     want = [x.clone() for x in (keys, values, table, last)]
     may_open = any(n % BLOCK == 0 for n in lengths)
     slot, evicted = ops.append(
-        keys, values, table, last, torch.tensor(lengths), torch.tensor(order), keys[:, :, 3], values[:, :, 3], 9,
-        may_open,
+        keys, values, table, last, torch.tensor(lengths), torch.tensor(order), keys[:, :, 3], values[:, :, 3],
+        torch.tensor(9), may_open,
     )  # fmt: skip
     for b, h in np.ndindex(rows, heads):
         block, into = divmod(lengths[b], BLOCK)
@@ -416,10 +416,13 @@ def op_calls():
     yield "summarize", (randn(2, 3, BLOCK, 4), "minmax", 1, False)
     yield "score", (q, summaries, scales, torch.tensor([5, 3]), weights, "midrange", 0.5, "mean", 0.5, 1, 0)
     yield "score", (q, summaries, scales, torch.tensor([5, 3]), weights, "midrange", 0.5, "softmax-mean", 0.5, 0, 0)
-    yield "select", (scores, table.clone(), ages, lengths, torch.arange(4), 2, 1)
-    yield "select", (scores, table.clone(), ages, lengths, torch.arange(4), 9, 1)
+    yield "select", (scores, table.clone(), ages, lengths, torch.arange(4), 2, torch.tensor(1))
+    yield "select", (scores, table.clone(), ages, lengths, torch.arange(4), 9, torch.tensor(1))
     yield "gather", (randn(9, 2, BLOCK, 8), torch.arange(8).view(2, 2, 2), keys, values, plan, slot)
-    yield "append", (keys, values, table.clone(), ages, lengths, torch.arange(4), randn(2, 2, 8), randn(2, 2, 8), 1)
+    yield (
+        "append",
+        (keys, values, table.clone(), ages, lengths, torch.arange(4), randn(2, 2, 8), randn(2, 2, 8), torch.tensor(1)),
+    )
     yield "attend", (query, keys, values, table, lengths, mask, 0.3, None)
     yield "attend", (query, keys, values, table, lengths, mask, 0.3, randn(6))
     # As a model hands it over: [B, q, Hq, D], transposed. Compiled code relies on the strides that were promised.
@@ -441,10 +444,10 @@ def test_a_step_traces_into_one_graph():
 
     def step(keys, values, table, ages):
         out = ops.attend(query, keys, values, table, lengths, mask, 0.3, None)
-        ops.append(keys, values, table, ages, lengths, order, keys[:, :, 0], values[:, :, 0], 1)
+        ops.append(keys, values, table, ages, lengths, order, keys[:, :, 0], values[:, :, 0], torch.tensor(1))
         closed = lengths // BLOCK
         scores = ops.score(q, summaries, scales, closed, weights, "midrange", 0.5, "softmax-mean", 0.5, 0, 0)
-        plan_block, plan_slot, counts = ops.select(scores, table, ages, lengths + 1, order, 2, 2)
+        plan_block, plan_slot, counts = ops.select(scores, table, ages, lengths + 1, order, 2, torch.tensor(2))
         return out, plan_block, plan_slot, counts
 
     plain, compiled = ([x.clone() for x in (keys, values, table, ages)] for _ in range(2))

@@ -79,7 +79,7 @@ class Lives(RuleBasedStateMachine):
     def select(self, scores, cap, step):
         """A selection, with everything checked that holds from one table to the next."""
         table, last = self.set.table.clone(), self.set.last_selected.clone()
-        plan_block, plan_slot, counts, _ = self.set.select(scores, self.lengths, cap, step)
+        plan_block, plan_slot, counts, _ = self.set.select(scores, self.lengths, cap, torch.tensor(step))
         self.gather((plan_block, plan_slot))
         hits = fetched = capped = 0
         for row, head in [(r, h) for r in range(len(self.texts)) for h in range(self.heads)]:
@@ -119,7 +119,7 @@ class Lives(RuleBasedStateMachine):
         self.due = False
         self.set.ensure(blocks(int(self.lengths.max())))
         self.set.forget_from(torch.tensor(self.dirty))
-        self.gather(self.set.open_plan(self.lengths, self.step))
+        self.gather(self.set.open_plan(self.lengths, torch.tensor(self.step)))
         if self.lengths.max() >= BLOCK:
             self.select(self.scores(data), self.set.allocated, self.step)
 
@@ -160,7 +160,7 @@ class Lives(RuleBasedStateMachine):
         keys = torch.stack([self.keys_of([token]) for token in ids])
         self.set.write_tail(keys, -keys)
         table, last = self.set.table.clone(), self.set.last_selected.clone()
-        slot, _ = self.set.append_from_tail(0, lengths, self.step)
+        slot, _ = self.set.append_from_tail(0, lengths, torch.tensor(self.step))
         self.store.append(0, lengths, keys[:, :, 0], -keys[:, :, 0])
         for row, token in enumerate(ids):
             self.texts[row].append(token)
@@ -182,7 +182,7 @@ class Lives(RuleBasedStateMachine):
         self.dirty = [min(old, blocks(n)) for old, n in zip(self.dirty, lengths.tolist())]
         self.set.forget_from(torch.tensor([blocks(n) for n in lengths.tolist()]))
         if lengths.tolist() != before and not self.due and self.set.allocated:
-            self.gather(self.set.open_plan(lengths, self.step))
+            self.gather(self.set.open_plan(lengths, torch.tensor(self.step)))
 
     @rule(data=st.data())
     def select_rows(self, data):
@@ -288,24 +288,24 @@ def test_wasted_are_the_blocks_moved_in_and_evicted_before_anybody_attended():
             out[0, 0, block] = score
         return out
 
-    assert working_set.select(scores(want), lengths, 9, 1)[3].tolist() == [0]
-    assert working_set.select(scores({2: 2.0, 3: 1.0}), lengths, 9, 2)[3].tolist() == [1]
+    assert working_set.select(scores(want), lengths, 9, torch.tensor(1))[3].tolist() == [0]
+    assert working_set.select(scores({2: 2.0, 3: 1.0}), lengths, 9, torch.tensor(2))[3].tolist() == [1]
     # Slots now hold 2, 3 and one of 0 and 1, all unread; reading makes them used.
     working_set.attend(torch.zeros(1, 1, 1, DIM), lengths, torch.ones(1, TAIL, dtype=torch.bool), 1.0, None)
-    assert working_set.select(scores({4: 2.0, 5: 1.0}), lengths, 9, 3)[3].tolist() == [0]
+    assert working_set.select(scores({4: 2.0, 5: 1.0}), lengths, 9, torch.tensor(3))[3].tolist() == [0]
 
 
 def test_a_block_evicted_unread_by_an_opening_one_is_wasted_once():
     working_set, lengths = grown(2, 9), torch.tensor([9 * BLOCK])
     scores = torch.full((1, 1, 9), -INF)
     scores[0, 0, 4] = 1.0
-    working_set.select(scores, lengths, 1, 1)
+    working_set.select(scores, lengths, 1, torch.tensor(1))
     working_set.last_selected[working_set.table != 4] = 7
-    _, wasted = working_set.append_from_tail(0, lengths, 8)
+    _, wasted = working_set.append_from_tail(0, lengths, torch.tensor(8))
     assert wasted.tolist() == [[True]]
     working_set.last_selected[working_set.table != 9] = 9
     working_set.last_selected[working_set.table == 9] = 1
-    _, wasted = working_set.append_from_tail(0, torch.tensor([10 * BLOCK]), 10)
+    _, wasted = working_set.append_from_tail(0, torch.tensor([10 * BLOCK]), torch.tensor(10))
     assert wasted.tolist() == [[False]], "an open block was not fetched"
 
 
@@ -325,7 +325,9 @@ def test_open_plan_fetches_a_missing_open_block_into_the_oldest_slot_only_where_
     working_set = make(3, rows=3, ensure=3)
     working_set.table[:, 0] = torch.tensor([[0, 1, 2], [0, 1, 2], [0, 1, 2]])
     working_set.last_selected[:, 0] = torch.tensor([[4, 2, 3]] * 3)
-    plan_block, plan_slot = working_set.open_plan(torch.tensor([5 * BLOCK + 3, 2 * BLOCK + 1, 3 * BLOCK]), 6)
+    plan_block, plan_slot = working_set.open_plan(
+        torch.tensor([5 * BLOCK + 3, 2 * BLOCK + 1, 3 * BLOCK]), torch.tensor(6)
+    )
     assert plan_block.flatten().tolist() == [5, -1, -1] and int(plan_slot[0]) == 1
     assert working_set.table[:, 0].tolist() == [[0, 5, 2], [0, 1, 2], [0, 1, 2]]
     assert working_set.last_selected[:, 0].tolist() == [[4, 6, 3], [4, 2, 6], [4, 2, 3]]

@@ -18,7 +18,7 @@ _SCHEMAS = {
     ),
     "select": (
         "(Tensor scores, Tensor(a!) table, Tensor(b!) last_selected, Tensor lengths, Tensor order, int cap, "
-        "int step) -> (Tensor, Tensor, Tensor)"
+        "Tensor step) -> (Tensor, Tensor, Tensor)"
     ),
     "gather": (
         "(Tensor pages, Tensor page_table, Tensor(a!) keys, Tensor(b!) values, Tensor plan_block, "
@@ -26,7 +26,7 @@ _SCHEMAS = {
     ),
     "append": (
         "(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) table, Tensor(d!) last_selected, Tensor lengths, "
-        "Tensor order, Tensor new_keys, Tensor new_values, int step, bool may_open=True) -> (Tensor, Tensor)"
+        "Tensor order, Tensor new_keys, Tensor new_values, Tensor step, bool may_open=True) -> (Tensor, Tensor)"
     ),
     "attend": (
         "(Tensor query, Tensor keys, Tensor values, Tensor table, Tensor lengths, Tensor tail_mask, "

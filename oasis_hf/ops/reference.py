@@ -121,7 +121,7 @@ def select(
     lengths: torch.Tensor,
     order: torch.Tensor,
     cap: int,
-    step: int,
+    step: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Top-K, difference against the residents, victims, capped admission (OasisKV section 4, KV selection).
 
@@ -134,7 +134,8 @@ def select(
         scores: `[B, H, N]`. table: `[B, H, S]` slot -> block, changed in place.
         last_selected: `[B, H, S]`, the step each slot's block was last predicted, changed in place.
         lengths: `[B]` tokens, which name the open block. order: `[S]`, a permutation that breaks ties.
-        cap: C. step: this step's number, above all earlier ones.
+        cap: C. step: this step's number, above all earlier ones; an int64 scalar on the device, since a captured graph
+            is replayed with the next one.
 
     Returns:
         plan_block and plan_slot `[B, H, min(C, S)]`: the admitted pairs, block -1 where there is none (its slot is
@@ -230,7 +231,7 @@ def append(
     order: torch.Tensor,
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
-    step: int,
+    step: torch.Tensor,
     may_open: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row to its open block; a full one rolls: the next block opens in the oldest slot (architecture,
@@ -240,7 +241,7 @@ def append(
         keys, values: `[B, H, T + S*16, D]`, changed in place.
         table, last_selected: `[B, H, S]`, changed in place when a block opens.
         lengths: `[B]`, tokens before this one. order: `[S]`, breaks ties among victims.
-        new_keys, new_values: `[B, H, D]`. step: becomes `last_selected` of the open block.
+        new_keys, new_values: `[B, H, D]`. step: int64 scalar, becomes `last_selected` of the open block.
         may_open: False where the caller knows that no row opens a block here: no victim is looked for.
 
     Returns:
@@ -254,7 +255,7 @@ def append(
         slot = torch.where(opens, evict_key(table, last_selected, order).argmin(-1), slot)
         evicted = opens & (table.gather(2, slot.unsqueeze(-1)).squeeze(-1) >= 0)
         table.scatter_(2, slot.unsqueeze(-1), block.expand_as(slot).unsqueeze(-1))
-    last_selected.scatter_(2, slot.unsqueeze(-1), step)
+    last_selected.scatter_(2, slot.unsqueeze(-1), step.expand(*slot.shape, 1))
     where = TAIL + slot * BLOCK + (lengths % BLOCK)[:, None]
     line = _flat(keys, where)
     # Cloned: what comes from the tail is a view of the buffer it goes to, which index_copy_ refuses where it can tell.
