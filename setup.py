@@ -1,11 +1,50 @@
-"""Packaging; tool configuration is in pyproject.toml. Nothing is compiled on installation."""
+"""Packaging; tool configuration is in pyproject.toml.
 
+Nothing is compiled on installation: the CUDA operators are built on first use. OASIS_BUILD=1 builds them now, for the
+architectures in OASIS_ARCHS ("80;90a"; default: the devices here), which needs torch in the building environment:
+
+    OASIS_BUILD=1 pip install --no-build-isolation .
+"""
+
+import os
 import re
+import shutil
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.build_py import build_py
 
-here = Path(__file__).parent
+here = Path(__file__).resolve().parent
+AHEAD_OF_TIME = os.environ.get("OASIS_BUILD") == "1"
+
+
+class BuildWithOperators(build_py):
+    """The operators' sources travel inside the package, since they are compiled where it is used."""
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return  # a clone has them beside the package
+        package = Path(self.build_lib) / "oasis_hf"
+        (package / "csrc").mkdir(parents=True, exist_ok=True)
+        for file in (here / "csrc").iterdir():
+            shutil.copy(file, package / "csrc" / file.name)
+        if AHEAD_OF_TIME:
+            sys.path.insert(0, str(here))
+            from oasis_hf.ops import build
+
+            archs = tuple(filter(None, os.environ.get("OASIS_ARCHS", "").split(";")))
+            shutil.copy(build.build(archs or None), package / "ops" / f"{build.NAME}.so")
+
+
+class MaybeBinary(Distribution):
+    """A wheel with compiled operators is for one platform and one Python."""
+
+    def has_ext_modules(self):
+        return AHEAD_OF_TIME
+
+
 version = re.search(r'__version__ = "(.+?)"', (here / "oasis_hf" / "__init__.py").read_text(encoding="utf-8"))
 assert version is not None
 
@@ -22,9 +61,19 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
+    distclass=MaybeBinary,
+    cmdclass={"build_py": BuildWithOperators},
     packages=find_packages(include=["oasis_hf", "oasis_hf.*"]),
     package_data={"oasis_hf": ["data/*.md", "py.typed"]},
-    install_requires=["torch>=2.7", "transformers>=5.17,<5.25", "safetensors>=0.4", "rich>=13", "tqdm>=4.60"],
+    install_requires=[
+        "torch>=2.7",
+        "transformers>=5.17,<5.25",
+        "safetensors>=0.4",
+        "rich>=13",
+        "tqdm>=4.60",
+        "ninja>=1.11",
+        "filelock>=3.12",
+    ],
     extras_require={
         "plot": plot,
         "demo": demo,

@@ -2,21 +2,24 @@
 
 Three things are hung on, and taken off again when a model's last cache goes: the model's own `forward` is wrapped on
 the instance, and an attention function and a mask function stand registered under the name "oasis". The wrapper turns
-the name on for the length of a call that carries an `OasisCache`; every other call never meets them.
+the name on for the length of a call that carries an `OasisCache`; every other call never meets them. The name stands in
+the config, which threads share: so a wrapped model runs one forward at a time.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import threading
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -29,6 +32,9 @@ NAME = "oasis"
 _active: ContextVar["OasisCache | None"] = ContextVar("oasis_active", default=None)
 _prefilling: ContextVar[bool] = ContextVar("oasis_prefilling", default=False)
 _attachments: "weakref.WeakKeyDictionary[Any, Attachment]" = weakref.WeakKeyDictionary()
+_attaching = threading.RLock()
+_locks: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()  # of configs: models may share one
+_replaced: dict[int, str] = {}  # config -> the implementation that NAME stands in for, kept for calls that race with it
 
 _CACHE_NAMES = ("cache", "past_key_values")  # transformers 5.24 renamed the argument
 
@@ -45,6 +51,16 @@ def cache_name(model: Any) -> str:
 def text_config(model: Any) -> Any:
     """The decoder's own config, which its attention modules read."""
     return model.config.get_text_config(decoder=True)
+
+
+def plain_model(model: Any) -> Any:
+    """The model inside `torch.compile(model)`."""
+    return getattr(model, "_orig_mod", model)
+
+
+def has_head(model: Any) -> bool:
+    """Whether a model gives logits."""
+    return model.get_output_embeddings() is not None
 
 
 # -- which models ---------------------------------------------------------------------------------------------------
@@ -84,7 +100,8 @@ def refusals(model: Any, config: Any) -> Iterator[str]:
         yield f"it attends in chunks; {other}"
     if getattr(config, "attn_logit_softcapping", None):
         yield f"it soft-caps attention logits; {other}"
-    if getattr(config, "is_causal", True) is False:
+    whole = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if whole or getattr(config, "is_causal", True) is False:
         yield f"its attention is not causal; {other}"
     if not getattr(model, "_supports_attention_backend", False):
         yield f"its code does not take attention functions from outside; {other}"
@@ -99,31 +116,105 @@ def refusals(model: Any, config: Any) -> Iterator[str]:
 
 def oasis_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None, softcap: float | None = None, **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    dropout: float = 0.0, scaling: float | None = None, s_aux: torch.Tensor | None = None,
+    softcap: float | None = None, position_bias: torch.Tensor | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """transformers' attention interface. query `[B, Hq, q, D]`, key and value `[B, H, q, D]`, post-RoPE."""
     cache = _active.get()
     if cache is None:
-        plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        given = {"s_aux": s_aux, "softcap": softcap, "position_bias": position_bias}
+        kwargs.update((name, value) for name, value in given.items() if value is not None)
+        plain = _own_attention(module)
         return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    return _attend(cache, module, query, key, value, attention_mask, dropout, scaling, s_aux, softcap, position_bias)
+
+
+@torch.compiler.disable
+def _attend(
+    cache: "OasisCache", module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any,
+    dropout: float, scaling: float | None, sinks: Any, softcap: float | None, bias: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    other = "use DynamicCache for this model."
     if dropout:
         raise RuntimeError("OasisCache does not apply attention dropout: call model.eval() before generating.")
     if softcap is not None:
-        raise RuntimeError("OasisCache does not support soft-capped attention logits: use DynamicCache for this model.")
-    layer: Any = cache.layers[module.layer_idx]
+        raise RuntimeError(f"OasisCache does not support soft-capped attention logits: {other}")
+    if mask is not None or bias is not None:
+        raise RuntimeError(f"OasisCache does not apply the mask or bias that {type(module).__name__} makes: {other}")
+    step, layer = cache.state.need_step(), cache.layers[module.layer_idx]
+    if layer.heads != key.shape[1]:
+        raise RuntimeError(
+            f"OasisCache was given {layer.heads} KV heads to keep, but {type(module).__name__} attends with "
+            f"{key.shape[1]}: {other}"
+        )
+    if module.layer_idx in step.attended:
+        raise RuntimeError(
+            f"{type(module).__name__} attends twice a layer, and OasisCache would store each token twice: {other}"
+        )
+    step.attended.add(module.layer_idx)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = layer.attend(query, key, value, scaling, s_aux)
-    if cache.state.step is not None and cache.state.step.tick is not None:
-        cache.state.step.tick()
+    out = layer.attend(query, key, value, scaling, sinks)
+    if step.tick is not None:
+        step.tick()
     return out.transpose(1, 2).contiguous(), None
 
 
-def oasis_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+def oasis_mask(*args: Any, **kwargs: Any) -> Any:
     """No mask where an `OasisCache` is at work: it knows the padding and builds what it needs."""
-    if _active.get() is None:
-        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+    cache = _active.get()
+    if cache is None:
+        name = _own_implementation(kwargs["config"])
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs) if name in ALL_MASK_ATTENTION_FUNCTIONS else None
+    if not _is_causal(kwargs["mask_function"], cache.state.need_step().mode == "prefill"):
+        raise UnsupportedModelError(
+            f"OasisCache attends causally only, but {type(cache.model).__name__} asks for another mask in this call "
+            "(an image or a prefix that sees itself whole, or an encoder): use DynamicCache for it."
+        )
     return None
+
+
+_AND, _OR, _WINDOW, _GROUPS = (
+    function.__code__
+    for function in (
+        masking_utils.and_masks(masking_utils.causal_mask_function),
+        masking_utils.or_masks(masking_utils.causal_mask_function),
+        masking_utils.sliding_window_overlay(1),
+        masking_utils.blockwise_overlay(torch.zeros(0)),
+    )
+)
+
+
+def _is_causal(mask: Callable[..., Any], may_read: bool) -> bool:
+    """Whether a mask function is the causal one, with or without a window. transformers builds them as closures, so
+    they are taken apart. may_read: look for tokens that see each other both ways (a processor marks "none" too)."""
+    if mask is masking_utils.causal_mask_function:
+        return True
+    code = getattr(mask, "__code__", None)
+    if code is _AND:
+        parts = [part for part in _enclosed(mask, "mask_functions") if getattr(part, "__code__", None) is not _WINDOW]
+        return len(parts) == 1 and _is_causal(parts[0], may_read)
+    if code is not _OR or not may_read:
+        return False
+    first, *others = _enclosed(mask, "mask_functions")
+    return _is_causal(first, may_read) and all(
+        getattr(other, "__code__", None) is _GROUPS and not bool((_enclosed(other, "block_sequence_ids") >= 0).any())
+        for other in others
+    )
+
+
+def _enclosed(function: Any, name: str) -> Any:
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+def _own_implementation(config: Any) -> str:
+    """What a call without an `OasisCache` would have met, had another thread not just put our name in the config."""
+    name = config._attn_implementation
+    return _replaced.get(id(config), "sdpa") if name == NAME else name
+
+
+def _own_attention(module: Any) -> Callable[..., Any]:
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    return ALL_ATTENTION_FUNCTIONS.get_interface(_own_implementation(module.config), eager)
 
 
 AttentionInterface.register(NAME, oasis_attention)
@@ -137,11 +228,13 @@ class _Forward:
     """Stands in for `model.forward`. A copy of the model gets its own plain forward, not one bound to the original."""
 
     def __init__(self, model: Any, inner: Any) -> None:
-        functools.update_wrapper(self, inner)
+        functools.update_wrapper(self, inner, updated=())  # what torch.compile hangs on `inner` is not ours
         self.model, self.inner = weakref.ref(model), inner
         self.signature = inspect.signature(inner)
         self.name = cache_name(model)
+        self.lock = _locks.setdefault(id(text_config(model)), threading.RLock())
 
+    @torch.compiler.disable(recursive=False)  # plain calls stay compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from .cache import OasisCache
 
@@ -149,8 +242,14 @@ class _Forward:
         if cache is None and args:
             bound = self.signature.bind_partial(*args).arguments
             cache = next((bound[name] for name in _CACHE_NAMES if bound.get(name) is not None), None)
-        if not isinstance(cache, OasisCache):
+        with self.lock:
+            # An older wrapper may stand inside someone else's: the outer one has the call in hand.
+            if isinstance(cache, OasisCache) and _active.get() is not cache:
+                return self._run(cache, args, kwargs)
             return self.inner(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _run(self, cache: "OasisCache", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model = self.model()
         if cache.model is not model:
             raise ValueError(
@@ -163,9 +262,12 @@ class _Forward:
         call[self.name] = cache
         config = text_config(model)
         token, implementation = _active.set(cache), config._attn_implementation_internal
+        if implementation != NAME:
+            _replaced[id(config)] = implementation
         config._attn_implementation_internal = NAME
         try:
-            return cache.run(self.inner, call, self.name, "logits_to_keep" in self.signature.parameters)
+            inner = getattr(self.inner, "_torchdynamo_orig_callable", self.inner)
+            return cache.run(inner, call, self.name, "logits_to_keep" in self.signature.parameters)
         finally:
             config._attn_implementation_internal = implementation
             _active.reset(token)
@@ -214,22 +316,34 @@ def _flatten(bound: inspect.BoundArguments) -> dict[str, Any]:
     return call
 
 
+def from_generate(call: dict[str, Any]) -> bool:
+    """Whether a forward's arguments are those of generate's own loop, whose mask grows by ones at every step."""
+    return call.get("return_dict") is True and call.get("use_cache") is True and call.get("position_ids") is not None
+
+
 def in_prefill() -> bool:
     """Whether generate's own prefill stage is running."""
     return _prefilling.get()
 
 
 class Attachment:
-    """What hangs on one model, and how many caches need it."""
+    """What hangs on one model, and the caches that need it."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self) -> None:
         self.caches: "weakref.WeakSet[OasisCache]" = weakref.WeakSet()
+        self.own: dict[str, Any] = {}
+        self.placed: dict[str, Any] = {}
+
+    def place(self, model: Any) -> None:
+        """Hang it on, unless it hangs there outermost."""
+        if self.placed and model.__dict__.get("forward") is self.placed["forward"]:
+            return
+        self.remove(model)
         self.own = {name: model.__dict__[name] for name in ("forward", "_prefill") if name in model.__dict__}
         self.placed = {"forward": _Forward(model, model.forward)}
         if hasattr(model, "_prefill"):
-            self.placed["_prefill"] = _Prefill(model._prefill)  # type: ignore[assignment]
-        for name, wrapper in self.placed.items():
-            model.__dict__[name] = wrapper
+            self.placed["_prefill"] = _Prefill(model._prefill)
+        model.__dict__.update(self.placed)
 
     def remove(self, model: Any) -> None:
         for name, wrapper in self.placed.items():
@@ -243,25 +357,26 @@ class Attachment:
 
 def attach(model: Any, cache: "OasisCache") -> None:
     """Hang the seam on a model for the life of a cache. Idempotent."""
-    attachment = _attachments.get(model)
-    if attachment is None or model.__dict__.get("forward") is not attachment.placed["forward"]:
-        if attachment is not None:
-            attachment.remove(model)
-        attachment = _attachments[model] = Attachment(model)
-    attachment.caches.add(cache)
+    with _attaching:
+        attachment = _attachments.get(model) or Attachment()
+        attachment.caches.add(cache)
+        _attachments[model] = attachment  # again: a collection in between may have released it
+        attachment.place(model)
     weakref.finalize(cache, _release, weakref.ref(model))
 
 
 def _release(model: "weakref.ref[Any]") -> None:
-    target = model()
-    attachment = _attachments.get(target) if target is not None else None
-    # Iterating skips caches that are already gone; the length may still count them.
-    if attachment is not None and not list(attachment.caches):
-        detach(target)
+    with _attaching:
+        target = model()
+        attachment = _attachments.get(target) if target is not None else None
+        # Iterating skips caches that are already gone; the length may still count them.
+        if attachment is not None and not list(attachment.caches):
+            detach(target)
 
 
 def detach(model: Any) -> None:
     """Take the seam off: the model is exactly as it was. Caches made for it stop working."""
-    attachment = _attachments.pop(model, None)
-    if attachment is not None:
-        attachment.remove(model)
+    with _attaching:
+        attachment = _attachments.pop(model, None)
+        if attachment is not None:
+            attachment.remove(model)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import Cache
@@ -12,6 +13,7 @@ from transformers.cache_utils import Cache
 from . import attach
 from .config import BLOCK, ConfigError, OasisConfig
 from .drafters import Drafter, make_drafter
+from .graphs import StepGraphs
 from .layers import OasisLayer
 from .lookahead import recent_window
 from .report import Report
@@ -19,6 +21,19 @@ from .rows import Rows
 from .sliding import SlidingLayer
 from .state import State
 from .step import Stepper
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _keeps_buffers(method: _Method) -> _Method:
+    """A method that makes or changes what outlives the call, which must never become an inference tensor."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 class OasisCache(Report, Cache):
@@ -42,10 +57,21 @@ class OasisCache(Report, Cache):
     """
 
     def __init__(self, model: Any, config: OasisConfig | None = None, drafter: Any = None, **knobs: Any) -> None:
+        model = attach.plain_model(model)
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"OasisCache(model, ...) needs the model itself, not {type(model).__name__}.")
+        if config is not None and not isinstance(config, OasisConfig):
+            raise ConfigError(
+                f"OasisCache(model, config) takes an OasisConfig, not {type(config).__name__}: name each knob instead, "
+                "as in OasisCache(model, budget=2064)."
+            )
         config = (config or OasisConfig()).replace(**knobs)
         windows = attach.layer_windows(model)
+        if config.speculate and not attach.has_head(model):
+            raise ConfigError(
+                f"OasisConfig.speculate=True compares logits, but {type(model).__name__} has no language-model head: "
+                "leave speculate off, or give the model with its head."
+            )
         self.model = model
         self.state = State(config, sum(window is None for window in windows), recent_window(config))
         self.drafter: Drafter = make_drafter(drafter, model, config)
@@ -55,6 +81,7 @@ class OasisCache(Report, Cache):
             layers.append(OasisLayer(self.state, sparse) if window is None else SlidingLayer(self.state, window))
         super().__init__(layers=layers)
         self.stepper = Stepper(self)
+        self.graphs = StepGraphs()
         attach.attach(model, self)
 
     # -- what the wrapper calls -----------------------------------------------------------------------------------
@@ -62,6 +89,11 @@ class OasisCache(Report, Cache):
     def run(self, inner: Any, call: dict[str, Any], name: str, keeps_logits: bool) -> Any:
         """A forward of the model: see `Stepper.run`."""
         return self.stepper.run(inner, call, name, keeps_logits)
+
+    @torch.compiler.disable
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `transformers.Cache` has it; a compiled layer leaves its graph for it."""
+        return super().update(*args, **kwargs)
 
     def rows_for(self, batch: int) -> Rows:
         """The rows, opened by the first forward; another batch size than theirs raises."""
@@ -91,14 +123,10 @@ class OasisCache(Report, Cache):
         old = rows.columns
         if mask is None:
             mask = torch.ones((len(rows), old + count), dtype=torch.bool)
+        self.check_mask(mask, count)
         mask = mask.detach().to("cpu", torch.bool)
-        if mask.shape[1] == count and old:
+        if mask.shape[1] == count:
             mask = torch.cat((rows.valid, mask), 1)
-        if mask.shape != (len(rows), old + count):
-            raise ValueError(
-                f"attention_mask has shape {list(mask.shape)}, but {len(rows)} rows of {old} cached + {count} new "
-                "tokens were passed: give it one column for each."
-            )
         if (mask[:, :old] & ~rows.valid).any():
             raise ValueError(
                 "attention_mask shows columns that were padding when this OasisCache saw them, so it never stored "
@@ -110,8 +138,19 @@ class OasisCache(Report, Cache):
         new = mask[:, old:]
         return None if bool(new.all()) else new
 
+    def check_mask(self, mask: torch.Tensor, count: int) -> None:
+        """Raise ValueError unless a mask has one column for each token held and each of `count` new ones, or for the
+        new ones only."""
+        rows = self.state.need_rows()
+        if tuple(mask.shape) not in ((len(rows), rows.columns + count), (len(rows), count)):
+            raise ValueError(
+                f"attention_mask has shape {list(mask.shape)}, but {len(rows)} rows of {rows.columns} cached + {count} "
+                "new tokens were passed: give it one column for each."
+            )
+
     def _hide(self, row: int, kept: torch.Tensor) -> None:
         """Take tokens out of the middle of a row: what follows them moves up."""
+        self.stepper.forget()
         state, rows = self.state, self.state.need_rows()
         stays = kept[rows.valid[row]]  # by the row's own token
         first = int((~stays).nonzero()[0])
@@ -147,8 +186,17 @@ class OasisCache(Report, Cache):
         self.state.dirty_from = [-(-n // BLOCK) for n in rows.tokens]
 
     def prepare(self, count: int) -> None:
-        """Host-side work before a decode forward: pages, slots and summaries for `count` more tokens a row."""
+        """Host-side work before a decode forward: pages, slots and summaries for `count` more tokens a row.
+
+        Raises:
+            ValueError: nothing came before it (`mode` said "decode" or "verify" of a prompt).
+        """
         rows = self.state.need_rows()
+        if rows.columns == 0:
+            raise ValueError(
+                "A decode or verify forward needs a prompt before it, but this OasisCache is empty: run the prompt "
+                "outside `with cache.mode(...)` or under mode('prefill')."
+            )
         if self.state.store is not None:
             self.state.store.ensure(rows.tokens, [n + count for n in rows.tokens])
         for layer in self.layers:
@@ -163,6 +211,7 @@ class OasisCache(Report, Cache):
 
     # -- drafts ---------------------------------------------------------------------------------------------------
 
+    @_keeps_buffers
     def commit(self, path: list[int]) -> None:
         """Append accepted drafts of the last forward: their K and V become the rows' own.
 
@@ -172,9 +221,10 @@ class OasisCache(Report, Cache):
         Raises:
             ValueError: there is no such draft, or it does not follow the one committed last.
         """
-        tail, rows = self.stepper.tail, self.state.need_rows()
+        tail = self.stepper.tail
         if tail is None:
             raise ValueError("There are no drafts to commit: they are gone once another forward or a crop has run.")
+        rows = self.state.need_rows()
         for draft in path:
             entry = tail.count + draft
             if not draft >= 0 or entry >= len(tail.parents) or tail.parents[entry] != tail.last:
@@ -215,6 +265,7 @@ class OasisCache(Report, Cache):
         """Columns held, padding included, drafts excluded."""
         return self.state.rows.columns if self.state.rows is not None else 0
 
+    @_keeps_buffers
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` columns; a positive number is the length to keep (as transformers 5.17
         still takes it). More than there is leaves nothing."""
@@ -242,14 +293,17 @@ class OasisCache(Report, Cache):
         for layer in self.layers:
             if layer.is_initialized:
                 layer.rewind(count, reopened)
+        self.state.first_due = self.state.first_due and rows.columns > 0
         self.drafter.crop(rows.tokens)
 
+    @_keeps_buffers
     def _select_rows(self, index: list[int]) -> None:
         rows = self.state.rows
-        if rows is None or index == list(range(len(rows))):
-            self.stepper.forget()
-            return
+        if rows is not None:
+            self._check_rows(index, len(rows))
         self.stepper.forget()
+        if rows is None or index == list(range(len(rows))):
+            return
         self.stepper.ended = None
         rows.select(index)
         self.state.dirty_from = [self.state.dirty_from[i] for i in index]
@@ -259,8 +313,21 @@ class OasisCache(Report, Cache):
             layer.select_rows(index)
         self.drafter.select_rows(index)
 
+    def _check_rows(self, index: list[int], rows: int) -> None:
+        """Before anything changes: are there such rows, and does the working set's memory allow so many?"""
+        if not index:
+            raise ValueError("No rows would be left in this OasisCache: keep at least one, or empty it with reset().")
+        if not all(0 <= row < rows for row in index):
+            raise ValueError(f"Rows {index} were asked for, but this OasisCache has rows 0 to {rows - 1}.")
+        if self.state.store is not None:
+            heads = self.sparse_layers[0].working_set.table.shape[1]
+            self.state.config.check_rows(
+                self.state.slots, self.state.sparse_layers, len(index), heads, self.state.block_bytes
+            )
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes the old row `beam_idx[i]`: tables and the working set, never closed pages."""
+        """Row i becomes the old row `beam_idx[i]`: tables and the working set, never closed pages. Like the batch
+        operations it raises ValueError for no or unknown rows, ConfigError for more than `budget_bytes` allows."""
         self._select_rows(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -277,6 +344,7 @@ class OasisCache(Report, Cache):
     def batch_size(self) -> int:
         return len(self.state.rows) if self.state.rows is not None else -1
 
+    @_keeps_buffers
     def reset(self) -> None:
         """Empty, counters included; buffers stay for the next prompt of the same batch size."""
         state = self.state
@@ -292,6 +360,12 @@ class OasisCache(Report, Cache):
             layer.reset()
         self.drafter.reset()
 
+    @_keeps_buffers
+    def early_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """As `transformers.Cache` has it: the buffers before the first forward."""
+        super().early_initialization(*args, **kwargs)
+
+    @_keeps_buffers
     def __deepcopy__(self, memo: dict[int, Any]) -> "OasisCache":
         """A branch: host pages are shared, what is on the device is copied."""
         other = object.__new__(type(self))
@@ -304,6 +378,7 @@ class OasisCache(Report, Cache):
         other.layers = [layer.fork(other.state) for layer in self.layers]
         other.drafter = self.drafter.fork()
         other.stepper = Stepper(other)
+        other.graphs = StepGraphs()
         other.stepper.acceptance, other.stepper.recording = self.stepper.acceptance, self.stepper.recording
         attach.attach(other.model, other)
         return other

@@ -40,32 +40,55 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="versions, GPU, link, compiler, and what a model can't do")
     doctor.add_argument("model", nargs="?", help="model id or path to check; only its configuration is read")
     doctor.set_defaults(run=_doctor)
+
+    bench = commands.add_parser(
+        "bench", help="time of a decode step on this GPU, with random weights and forced misses"
+    )
+    bench.add_argument("--shape", default="qwen3-8b", help="model shape (default: qwen3-8b)")
+    bench.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="sequences (default: 1 16)")
+    bench.add_argument("--context", type=int, default=16384, help="tokens a row (default: 16384)")
+    bench.add_argument("--budget", type=int, default=2064, help="working set in tokens (default: 2064)")
+    bench.add_argument("--fetch-ratio", type=float, default=0.05, help="the cap as a share of K (default: 0.05)")
+    bench.add_argument("--lookahead", default="draft", help="as the knob (default: draft)")
+    bench.add_argument("--tokens-per-summary", type=int, default=8, help="16, 8 or 4 (default: 8)")
+    bench.add_argument("--steps", type=int, default=30, help="timed steps (default: 30)")
+    bench.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    bench.add_argument("--json", type=Path, help="write the readings there too")
+    bench.set_defaults(run=_bench)
     return parser
 
 
 def _demo(args: argparse.Namespace) -> int:
     from rich.console import Console
+    from rich.text import Text
 
     from . import demo
     from .models import load
 
-    if args.document is not None and args.question is None:
+    if args.document is not None and not args.question:
         raise ModelError("--document needs a --question about it.")
+    budget = demo.BUDGET if args.budget is None else args.budget
+    demo.check(budget, args.max_new_tokens)  # before the model is loaded, which takes a while
     try:
         document = demo.handbook() if args.document is None else args.document.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"Can't read the document {args.document}: {error}.") from error
     question = args.question or demo.QUESTION
-    budget = demo.BUDGET if args.budget is None else args.budget
     console = Console()
     with console.status("loading the model"):
         model, tokenizer = load(args.model)
-    console.print(f"[bold]{question}[/bold]", highlight=False)
+    console.print(Text(question, style="bold"))
     result = demo.ask(model, tokenizer, document, question, budget, args.max_new_tokens, progress=True)
     console.print(demo.table(result))
     if args.report:
         print(result.cache.report())
     return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from . import bench
+
+    return bench.main(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -54,8 +54,9 @@ class OasisConfig:
     Args:
         budget: working set in tokens a KV head, the open block's included; `S = ceil(budget / 16)` slots,
             of which `K = S - 1` are selectable. The paper's setting is 2064 (K = 128).
-        budget_bytes: the working set in bytes of device memory instead, over all sparse layers, rows and KV heads
-            of the cache; resolved to whole slots when the first prompt arrives. Excludes `budget`.
+        budget_bytes: the working set in bytes of device memory instead, for K and V of its blocks over all sparse
+            layers, rows and KV heads of the cache; resolved to whole slots when the first prompt arrives, for the
+            rows it has then (`reset` and another batch: anew), so more rows later are refused. Excludes `budget`.
         block_size: tokens a block; 16 is the only size.
         fetch_ratio: the fetch cap as a share of K: at most `C = max(1, round(fetch_ratio * K))` blocks a KV head
             a layer a step (paper, table 2).
@@ -73,14 +74,19 @@ class OasisConfig:
         summary_dtype: `"model"`, or `"int8"` with one scale a vector.
         tokens_per_summary: 16, 8 or 4: a block holds 1, 2 or 4 summaries.
         sink_blocks, recent_blocks: first and last closed blocks that always score +inf; they count in K.
-        host_dtype: dtype of the pages in the host store; `"model"` keeps the model's own.
+        host_dtype: dtype of the pages in the host store; `"model"` keeps the model's own. `"bfloat16"` rounds a
+            float16 or float32 model's K and V, `"float16"` a float32 model's, and holds no more than 65,504: it is
+            refused for a bfloat16 model.
         host_capacity_tokens: reserve and commit this many tokens a row before the first prompt; a longer row raises.
+            Candidates that assisted decoding verifies and crops again count. With `store="host"` only.
         store: `"host"` (pages in host memory) or `"resident"` (the full KV on the model's device, same selection:
             for comparison).
         speculate: return a verified draft's logits without a forward (memoised acceptance). Off: the draft row is
             lookahead only, as in the paper.
         draft_tokens: verified drafts a step when `speculate` is on (one more row is stacked as lookahead).
         sliding_slack: tokens beyond the window that a sliding-window layer keeps, so that `crop` can restore them.
+        graphs: on CUDA, capture a whole decode step as one CUDA graph and replay it, with prediction and transfer on a
+            side stream; steps that can't be captured run eagerly (`cache.graphs.refused` says why).
         progress: show a bar during prefill.
         seed: order in which equally old victims are evicted; 0 is slot order, others a fixed permutation.
     """
@@ -104,6 +110,7 @@ class OasisConfig:
     speculate: bool = False
     draft_tokens: int = 1
     sliding_slack: int = 64
+    graphs: bool = True
     progress: bool = False
     seed: int = 0
 
@@ -132,7 +139,9 @@ class OasisConfig:
         _check_choice("host_dtype", self.host_dtype, HOST_DTYPES)
         _check_int("host_capacity_tokens", self.host_capacity_tokens, 1, none_ok=True)
         _check_choice("store", self.store, STORES)
-        for flag in ("speculate", "progress"):
+        if self.store != "host" and self.host_capacity_tokens is not None:
+            _fail("host_capacity_tokens", self.host_capacity_tokens, f"None with store={self.store!r}, or store='host'")
+        for flag in ("speculate", "graphs", "progress"):
             if not isinstance(getattr(self, flag), bool):
                 _fail(flag, getattr(self, flag), "True or False")
         _check_int("draft_tokens", self.draft_tokens, 1, TAIL - 2)
@@ -192,6 +201,16 @@ class OasisConfig:
             )
         self.check_protected(slots)
         return slots
+
+    def check_rows(self, slots: int, layers: int, rows: int, kv_heads: int, block_bytes: int) -> None:
+        """Raise `ConfigError` if `rows` rows of `slots`, which `slots_for` found for fewer, pass `budget_bytes`."""
+        need = layers * rows * kv_heads * block_bytes * slots
+        if self.budget_bytes is not None and need > self.budget_bytes:
+            raise ConfigError(
+                f"OasisConfig.budget_bytes={self.budget_bytes:,} gave the first prompt's rows {slots} slots each, and "
+                f"{rows} rows of as many would take {need:,} bytes: repeat the rows before that prompt runs, or give "
+                "budget in tokens."
+            )
 
     def fetch_cap(self, slots: int) -> int:
         """C, most blocks admitted per KV head per layer per step."""

@@ -12,6 +12,7 @@ import torch
 
 from . import attach
 from .cache import OasisCache
+from .config import ConfigError, OasisConfig
 from .models import ModelError
 
 QUESTION = "How long does the canary stage last?"
@@ -72,6 +73,13 @@ class _Clock:
         self.stop = time.perf_counter()
 
 
+def check(budget: int, max_new_tokens: int) -> None:
+    """What `ask` needs no model to refuse. Raises `ConfigError`."""
+    OasisConfig(budget=budget)
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} is not allowed: use an integer >= 1.")
+
+
 def ask(
     model: Any, tokenizer: Any, document: str, question: str, budget: int = BUDGET, max_new_tokens: int = 48,
     progress: bool = False,
@@ -84,6 +92,7 @@ def ask(
     """
     from transformers import DynamicCache
 
+    check(budget, max_new_tokens)
     inputs = _prompt(tokenizer, f"{document}\n\nQuestion: {question}")
     context = inputs["input_ids"].shape[1]
     limit = getattr(attach.text_config(model), "max_position_embeddings", None)
@@ -137,6 +146,7 @@ def _generate(model: Any, tokenizer: Any, inputs: dict[str, torch.Tensor], cache
 def table(result: Result) -> Any:
     """Both answers side by side, as a `rich` table."""
     from rich.table import Table
+    from rich.text import Text
 
     dense, oasis = result.dense, result.oasis
     share = result.budget / result.context
@@ -146,7 +156,7 @@ def table(result: Result) -> Any:
     )  # fmt: skip
     for name in ("", "dense cache", "OasisCache"):
         out.add_column(name, overflow="fold")
-    out.add_row("answer", dense.answer, oasis.answer)
+    out.add_row("answer", Text(dense.answer), Text(oasis.answer))  # a model may well write markup
     out.add_row("cache where the model runs", _mib(dense.device_bytes), _mib(oasis.device_bytes))
     out.add_row("cache in host memory", "-", _mib(oasis.host_bytes))
     rate = "-" if oasis.hit_rate is None else f"{oasis.hit_rate:.1%}"

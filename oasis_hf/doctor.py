@@ -8,7 +8,6 @@ import platform
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +66,7 @@ def _table(title: str, findings: list[Finding]) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=escape(title), title_justify="left", show_header=False)
     table.add_column("what")
     table.add_column("value", overflow="fold")
     table.add_column("verdict")
@@ -170,43 +169,28 @@ def link_speed(index: int, size: int = 256 << 20) -> float:
 
 
 def operators() -> Iterator[Finding]:
-    """Whether CUDA operators will compile here, once there are any."""
-    yield Finding("CUDA operators", "not in this version: the reference path runs; they come in a later one")
+    """Whether the CUDA operators are compiled here, or will be."""
+    from .ops import build
+
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    tools = {
-        "nvcc": shutil.which("nvcc") or (shutil.which("nvcc", path=f"{home}/bin") if home else None),
-        "ninja": shutil.which("ninja"),
-        "C++ compiler": shutil.which(os.environ.get("CXX", "g++")),
-    }
     yield Finding("CUDA_HOME", home or "not set")
-    for name, path in tools.items():
+    for name, path in (
+        ("nvcc", shutil.which("nvcc")), ("ninja", shutil.which("ninja")),
+        ("C++ compiler", shutil.which(os.environ.get("CXX", "g++"))),
+    ):  # fmt: skip
         yield Finding(name, f"{_release(path)}, {path}" if path else "not found")
-    missing = [name for name, path in tools.items() if path is None]
-    if missing:
-        yield Finding("will they compile?", f"no, {', '.join(missing)} not found; nothing in this version needs it")
-    elif error := _trial(str(tools["nvcc"])):
-        yield Finding("will they compile?", f"no: {error}; nothing in this version needs it")
-    elif not torch.version.cuda:
-        yield Finding("will they compile?", "yes (a trial kernel did), but a CPU build of PyTorch can't load them")
+    try:
+        found = build.toolchain()
+        built = build.ahead_of_time().is_file() or (build.folder(build.architectures()) / f"{build.NAME}.so").is_file()
+    except build.BuildError as error:
+        yield Finding("CUDA operators", f"{error} The reference operators serve instead: right, but slow on a GPU.")
+        return
+    if not torch.cuda.is_available():
+        yield Finding("CUDA operators", f"would compile (CUDA in {found}); without a GPU the reference operators serve")
+    elif built:
+        yield Finding("CUDA operators", "compiled")
     else:
-        yield Finding("will they compile?", f"yes, a trial kernel did; PyTorch is built for CUDA {torch.version.cuda}")
-
-
-def _trial(nvcc: str) -> str | None:
-    """Compile an empty kernel. Returns the error's last line, or None."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "trial.cu"
-        source.write_text("__global__ void trial() {}\n")
-        try:
-            subprocess.run(
-                [nvcc, "-c", source.name, "-o", "trial.o"], cwd=folder, capture_output=True, text=True, timeout=120,
-                check=True,
-            )  # fmt: skip
-        except subprocess.CalledProcessError as error:
-            return (error.stderr.strip().splitlines() or ["nvcc failed"])[-1]
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
-    return None
+        yield Finding("CUDA operators", f"will be compiled on first use, once, about a minute (CUDA in {found})")
 
 
 def _release(path: str) -> str:

@@ -7,6 +7,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .attention import dense_attention
 from .config import BLOCK
+from .ops import cuda
 from .state import State, Step
 from .stats import Counters
 from .store import BlockStore
@@ -33,6 +34,7 @@ class OasisLayer(CacheLayerMixin):
         self.recent: torch.Tensor | None = None  # [B, Hq, W, D], the last W committed tokens' queries
         self.draft_queries: torch.Tensor | None = None  # [B, Hq, drafts, D]
         self.scaling = 1.0
+        self.heads = 0
 
     # -- the contract of transformers -----------------------------------------------------------------------------
 
@@ -56,7 +58,7 @@ class OasisLayer(CacheLayerMixin):
         self.working_set = WorkingSet(state.slots, rows, heads, dim, dtype, device, state.config.seed)
         self.summaries = Summaries(state.config, rows, heads, dim, dtype, device)
         self.counters = Counters(heads, device)
-        self.device, self.is_initialized = device, True
+        self.device, self.heads, self.is_initialized = device, heads, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -167,7 +169,9 @@ class OasisLayer(CacheLayerMixin):
         if step.weights is not None:
             assert self.recent is not None
             queries = torch.cat((self.recent, self.draft_queries), 2)
-            self._fetch("fetched", queries, step.weights.to(keys.device), lengths + step.count, self.state.cap)
+            weights, after = step.weights.to(keys.device), lengths + step.count
+            with step.beside(queries, weights, after):
+                self._fetch("fetched", queries, weights, after, self.state.cap)
         return out
 
     def _append(self, entry: int, lengths: torch.Tensor, tokens: list[int], age: torch.Tensor) -> None:
@@ -179,6 +183,8 @@ class OasisLayer(CacheLayerMixin):
         if opens and config.lookahead == "none" and (config.sink_blocks or config.recent_blocks):
             # No selection keeps them young here.
             self.working_set.keep(config.sink_blocks, lengths // BLOCK - config.recent_blocks, age)
+        if self._append_fused(keys, values, lengths, age):
+            return
         slot, wasted = self.working_set.append_from_tail(entry, lengths, age, opens)
         self.store.append(self.index, lengths, keys, values)
         if opens:
@@ -187,13 +193,33 @@ class OasisLayer(CacheLayerMixin):
             closing = (lengths + 1) % BLOCK == 0
             self.summaries.close(self.working_set.slot_keys(slot), lengths // BLOCK, closing)
 
+    def _append_fused(self, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, age: torch.Tensor) -> bool:
+        """All of an append in one launch, where the compiled operators and the store's memory allow it."""
+        pages = self.store.device_pages(self.index)
+        if pages is None or not cuda.serves(keys) or pages[0].dtype != keys.dtype:
+            return False
+        own, sums = self.working_set, self.summaries
+        cuda.append_step(
+            own.keys, own.values, own.table, own.last_selected, lengths, own.order, keys, values, age, own.fresh,
+            self.counters.of("wasted"), *pages, sums.vectors, sums.scales, self.state.config.scorer,
+            self.state.config.summary_dtype == "int8",
+        )  # fmt: skip
+        return True
+
     def _remember(self, query: torch.Tensor) -> None:
         assert self.recent is not None
-        self.recent = torch.cat((self.recent, query), 2)[:, :, -self.state.window :]
+        recent = torch.cat((self.recent, query), 2)[:, :, -self.state.window :]
+        if self.state.step is not None and self.state.step.captured:
+            self.recent.copy_(recent)  # a replay finds it where it was
+        else:
+            self.recent = recent
 
     def _fetch(self, why: str, queries: torch.Tensor, weights: torch.Tensor, lengths: torch.Tensor, cap: int) -> None:
         """Score, select and gather (in the pipeline's order), counting what moved under `why`."""
-        blocks = max(self.state.need_step().ends) // BLOCK if self.state.step else self.state.need_rows().most_blocks
+        step = self.state.step
+        blocks = max(step.ends) // BLOCK if step else self.state.need_rows().most_blocks
+        if step is not None and step.captured:
+            blocks = self.summaries.vectors.shape[2]  # as many as there may be until it is captured anew
         if blocks == 0:
             return
         scores = self.summaries.score(queries, lengths // BLOCK, weights, self.scaling, blocks)
@@ -296,9 +322,18 @@ class OasisLayer(CacheLayerMixin):
         if self.is_initialized:
             other.working_set, other.summaries = self.working_set.fork(), self.summaries.fork()
             other.counters = self.counters.fork()
-            other.device, other.is_initialized = self.device, True
+            other.device, other.heads, other.is_initialized = self.device, self.heads, True
         other.recent = None if self.recent is None else self.recent.clone()
         return other
+
+    def addresses(self) -> list[int]:
+        """Of all that a captured step touches here."""
+        own, sums = self.working_set, self.summaries
+        held = [own.keys, own.values, own.table, own.last_selected, own.fresh, own.order, sums.vectors, sums.scales]
+        held += [self.counters.values, *(self.store.device_pages(self.index) or ())]
+        if self.recent is not None:
+            held.append(self.recent)
+        return [tensor.data_ptr() for tensor in held]
 
     @property
     def device_bytes(self) -> tuple[int, int]:

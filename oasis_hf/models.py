@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,10 @@ def bundled_files() -> dict[str, Any]:
 
 
 def source(model: str | None) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for a model's id or path; None or `BUNDLED` is the bundled one."""
+    """The arguments of `from_pretrained` for a model's id or path; None or `BUNDLED` is the bundled one. Raises
+    `ModelError` for an empty one, or as `bundled_files`."""
+    if model is not None and not str(model).strip():
+        raise ModelError(f"A model's id or path can't be empty: name one, or none for {BUNDLED}.")
     return bundled_files() if model in (None, BUNDLED) else {"pretrained_model_name_or_path": model}
 
 
@@ -60,11 +64,13 @@ def load(model: str | None = None, device: str | None = None, dtype: torch.dtype
     Raises:
         ModelError: it is not there, or a package is missing.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     where = source(model)
     wanted = dtype or (torch.bfloat16 if "gguf_file" in where else "auto")
     with _explained(model), _quiet():
+        if "gguf_file" not in where:
+            AutoConfig.from_pretrained(**where)  # says better than the tokenizer what is wrong with a path
         tokenizer = AutoTokenizer.from_pretrained(**where)
         loaded: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=wanted)
     return loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
@@ -75,21 +81,27 @@ def _explained(model: str | None) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason, *more = (line.strip() for line in str(error).strip().split("\n"))
+        if reason.endswith(":"):  # what follows is what it says
+            reason = " ".join([reason, *more])
         raise ModelError(f"Can't load {model or BUNDLED}: {reason}") from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """No bars and no advice about GGUF files while the weights are read."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    bar: Any = gguf.tqdm
+    gguf.tqdm = functools.partial(bar, disable=True)  # it is tqdm's own and knows nothing of the switch above
     try:
         yield
     finally:
+        gguf.tqdm = bar
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()

@@ -82,11 +82,11 @@ class Report:
 
     def _table(self) -> Any:
         from rich.table import Table
+        from rich.text import Text
 
         stats, rates, memory = self.stats(), self.hit_rate(), self.memory()
-        table = Table(
-            title=self._headline(), caption=_memory_line(memory), title_justify="left", caption_justify="left"
-        )
+        headline = Text(self._headline(), style="table.title")  # a drafter's name may hold anything
+        table = Table(title=headline, caption=_memory_line(memory), title_justify="left", caption_justify="left")
         table.add_column("layer", justify="right")
         table.add_column("hit rate", justify="right")
         names = [name for name in COUNTERS if stats and (name in COUNTERS[:3] or bool(stats[name].any()))]

@@ -30,6 +30,7 @@ class SlidingLayer(CacheLayerMixin):
         self.ring_keys: torch.Tensor
         self.ring_values: torch.Tensor
         self.real: torch.Tensor  # [B, R] bool: not padding
+        self.heads = 0
         self.high = 0  # columns ever written since the last reset: the ring holds the last R of them
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -39,7 +40,7 @@ class SlidingLayer(CacheLayerMixin):
         self.ring_keys = key_states.new_zeros((rows, heads, self.size, key_states.shape[-1]))
         self.ring_values = value_states.new_zeros((rows, heads, self.size, value_states.shape[-1]))
         self.real = torch.zeros((rows, self.size), dtype=torch.bool, device=key_states.device)
-        self.device, self.is_initialized, self.high = key_states.device, True, 0
+        self.device, self.heads, self.is_initialized, self.high = key_states.device, heads, True, 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -199,7 +200,8 @@ class SlidingLayer(CacheLayerMixin):
                 self.ring_values.clone(),
                 self.real.clone(),
             )
-            other.device, other.is_initialized, other.high = self.device, True, self.high
+            other.device, other.heads, other.is_initialized = self.device, self.heads, True
+            other.high = self.high
         return other
 
     @property

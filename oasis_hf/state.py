@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
-from .config import BLOCK, OasisConfig
+from .config import BLOCK, ConfigError, OasisConfig
+from .pipeline import Pipeline
 from .rows import Rows
 from .store import BlockStore, HostStore, ResidentStore
 from .summaries import GROWTH
@@ -27,6 +29,7 @@ class Step:
         tail: decode and verify only.
         weights: `[B, W + drafts]`, what each recent and draft query counts in the prediction; None: no prediction.
         on_demand: select and fetch before attending.
+        attended: indices of the layers that have attended in it.
     """
 
     mode: str
@@ -39,7 +42,10 @@ class Step:
     tail: Tail | None = None
     weights: torch.Tensor | None = None
     on_demand: bool = False
+    captured: bool = False
+    pipeline: Pipeline | None = None
     tick: Callable[[], None] | None = None
+    attended: set[int] = field(default_factory=set)
     _masks: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def tail_mask(self, device: torch.device) -> torch.Tensor:
@@ -47,6 +53,10 @@ class Step:
             assert self.tail is not None
             self._masks[device] = self.tail.mask(device)
         return self._masks[device]
+
+    def beside(self, *tensors: torch.Tensor) -> AbstractContextManager[None]:
+        """Issue what a layer does for the next step: see `Pipeline.beside`."""
+        return nullcontext() if self.pipeline is None else self.pipeline.beside(*tensors)
 
     @property
     def ends(self) -> list[int]:
@@ -95,6 +105,11 @@ class State:
         if self.store is None:
             config = self.config
             dtype = keys.dtype if config.host_dtype == "model" else getattr(torch, config.host_dtype)
+            if (keys.dtype, dtype) == (torch.bfloat16, torch.float16):
+                raise ConfigError(
+                    "OasisConfig.host_dtype='float16' can't hold a bfloat16 model's keys and values beyond 65,504: use "
+                    "'model' or 'float32'."
+                )
             self.block_bytes = 2 * BLOCK * dim * keys.element_size()
             self.slots = config.slots_for(self.sparse_layers, rows, heads, self.block_bytes)
             self.cap = config.fetch_cap(self.slots)
@@ -103,7 +118,7 @@ class State:
                 self.store = ResidentStore(self.sparse_layers, rows, heads, dim, dtype, keys.device)
             else:
                 self.store = HostStore(
-                    self.sparse_layers, rows, heads, dim, dtype, keys.is_cuda, config.host_capacity_tokens
+                    self.sparse_layers, rows, heads, dim, dtype, keys.device, config.host_capacity_tokens
                 )
         return self.store
 

@@ -17,6 +17,10 @@ class Counters:
     def __init__(self, heads: int, device: torch.device) -> None:
         self.values = torch.zeros((len(COUNTERS), heads), dtype=torch.int64, device=device)
 
+    def of(self, name: str) -> torch.Tensor:
+        """`[H]` int64, a view."""
+        return self.values[COUNTERS.index(name)]
+
     def add(self, name: str, amount: torch.Tensor) -> None:
         """amount: `[H]`."""
         self.values[COUNTERS.index(name)] += amount

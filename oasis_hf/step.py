@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from . import attach
 from .config import TAIL
 from .lookahead import draft_rows, query_weights, wants_drafts
 from .progress import prefill_bar
+from .reach import Reach
 from .state import Step
 from .tail import Tail
 
@@ -56,6 +59,8 @@ class Stepper:
         self.ends: tuple[int, ...] = ()
         self.pad: int | None = None
         self.skipped = self.forwards = 0
+        self.warned = False
+        self.reach = Reach(cache.model, attach.text_config(cache.model))
 
     @property
     def cache(self) -> "OasisCache":
@@ -77,12 +82,37 @@ class Stepper:
             raise ValueError("OasisCache needs input_ids or inputs_embeds in the model's call.")
         batch, count = given.shape[:2]
         rows = self.cache.rows_for(batch)
+        recording = self.recording
         mode = self._mode(count, rows.columns)
         # Buffers outlive the call, so they must not become inference tensors.
         with torch.inference_mode(False), torch.no_grad():
-            if mode != "prefill" and count <= TAIL:
-                return self._decode(inner, call, name, keeps_logits, mode, count)
-            return self._prefill(inner, call, count)
+            decodes = mode != "prefill" and count <= TAIL and self._all_real(call, count)
+            valid = None if decodes else self.cache.new_columns(call.get("attention_mask"), count)
+            recent = [getattr(layer, "recent", None) for layer in self.cache.layers]
+            if not decodes:  # it writes over them
+                recent = [None if queries is None else queries.clone() for queries in recent]
+            try:
+                if decodes:
+                    return self._decode(inner, call, name, keeps_logits, mode, count)
+                return self._prefill(inner, call, count, valid)
+            except BaseException:
+                self.recording = recording
+                self._undo(recent)
+                raise
+
+    def _undo(self, recent: list[torch.Tensor | None]) -> None:
+        """A forward was interrupted, perhaps between layers or in the middle of one: the rows are as they were, and
+        what the working sets hold is no longer known, so it is selected anew. recent: each layer's before it."""
+        self.forget()
+        state = self.cache.state
+        rows = state.need_rows()
+        if state.store is not None:
+            state.store.truncate(rows.tokens)
+        for layer, before in zip(self.cache.layers, recent):
+            if hasattr(layer, "recent"):
+                layer.recent, layer.draft_queries = before, None
+        if rows.columns:
+            state.mark_dirty([0] * len(rows))
 
     def _mode(self, count: int, columns: int) -> str:
         recording, self.recording = self.recording, "on" if self.recording == "armed" else self.recording
@@ -97,18 +127,29 @@ class Stepper:
             return "decode"
         return "verify" if recording == "on" else "prefill"
 
+    def _all_real(self, call: dict[str, Any], count: int) -> bool:
+        """Whether a decode forward's mask shows its new tokens in every row. Old ones that it hides are taken out.
+        The content of a mask that generate grows is known, so that no step waits for the device to tell it."""
+        mask = call.get("attention_mask")
+        if mask is None:
+            return True
+        self.cache.check_mask(mask, count)
+        if mask.device.type != "cpu" and attach.from_generate(call):
+            return True
+        return self.cache.new_columns(mask, count) is None
+
     # -- a prompt, a chunk, a turn ------------------------------------------------------------------------------------
 
-    def _prefill(self, inner: Callable[..., Any], call: dict[str, Any], count: int) -> Any:
+    def _prefill(self, inner: Callable[..., Any], call: dict[str, Any], count: int, valid: torch.Tensor | None) -> Any:
         cache, state = self.cache, self.cache.state
         rows = state.need_rows()
         self.forget()
-        valid = cache.new_columns(call.get("attention_mask"), count)
         state.tick()
         step = Step("prefill", state.number, count, list(rows.tokens), rows.columns, valid=valid)
         call["attention_mask"] = None
         with prefill_bar(state.config.progress, count, len(cache.layers)) as step.tick:
             out = self._forward(inner, call, step)
+        self.forwards += 1
         starts = rows.lengths(cache.device).clone()
         state.mark_dirty(step.starts)
         rows.extend(torch.ones((len(rows), count), dtype=torch.bool) if valid is None else valid)
@@ -118,8 +159,8 @@ class Stepper:
 
     def _forward(self, inner: Callable[..., Any], call: dict[str, Any], step: Step) -> Any:
         state = self.cache.state
+        step.attended.clear()  # a failed capture runs the step again
         state.step = step
-        self.forwards += 1
         try:
             return inner(**call)
         finally:
@@ -145,7 +186,8 @@ class Stepper:
 
         drafts, found = 0, None
         positions = self._positions(call, count)
-        if ids is not None and self._may_draft(mode, call):
+        if ids is not None and self._may_draft(mode, positions, call):
+            assert positions is not None
             draft = cache.drafter.propose(ids[:, 0], rows.lengths(ids.device), draft_rows(config))
             drafts, found = draft.tokens.shape[1], draft.found
             ids = torch.cat((ids, draft.tokens), 1)
@@ -159,13 +201,16 @@ class Stepper:
             mode, state.number, count, list(rows.tokens), rows.columns, drafts, tail=self.tail, weights=weights,
             on_demand=config.lookahead == "on_demand" and state.grows_sparse,
         )  # fmt: skip
-        call = dict(call, attention_mask=None, position_ids=positions)
+        call = dict(call, attention_mask=None)
+        if positions is not None:
+            call["position_ids"] = positions
         verified = config.draft_tokens if config.speculate and drafts else 0
         if drafts:
             call["input_ids"] = ids
             if keeps_logits:
                 call["logits_to_keep"] = torch.arange(1 + verified, device=cache.device)
-        out = self._forward(inner, call, step)
+        out = cache.graphs.run(cache, functools.partial(self._forward, inner), call, step, name)
+        self.forwards += 1
         starts = rows.lengths(cache.device).clone() if cache.drafter.proposes else rows.lengths(cache.device)
         rows.advance(count)
         cache.drafter.observe(None if ids is None else ids[:, :count], starts, None)
@@ -178,20 +223,34 @@ class Stepper:
             self.memo = Memo(ids[:, 1 : 1 + verified], kept, type(out))
         return _first_rows(out, count, count + drafts, 1 + verified)
 
-    def _positions(self, call: dict[str, Any], count: int) -> torch.Tensor:
+    def _positions(self, call: dict[str, Any], count: int) -> torch.Tensor | None:
+        """Position ids of the new tokens; None where only the model knows them."""
         positions = call.get("position_ids")
-        if positions is None:
-            # What every model does on its own: columns, padding included.
+        if positions is None and not self.reach.own:
             columns = self.cache.state.need_rows().columns
             positions = torch.arange(columns, columns + count, device=self.cache.device).unsqueeze(0)
         return positions
 
-    def _may_draft(self, mode: str, call: dict[str, Any]) -> bool:
+    def _may_draft(self, mode: str, positions: torch.Tensor | None, call: dict[str, Any]) -> bool:
         cache, config = self.cache, self.cache.state.config
         if mode != "decode" or not cache.drafter.proposes or not wants_drafts(config):
             return False
         # Without speculation a draft serves prediction only; per-token router logits can't be sliced apart.
-        return (config.speculate or cache.state.grows_sparse) and not call.get("output_router_logits")
+        if not (config.speculate or cache.state.grows_sparse) or call.get("output_router_logits"):
+            return False
+        if positions is None:
+            return False
+        rows = cache.state.need_rows()
+        if self.reach.holds(rows.columns + 1, max(rows.tokens) + 1, draft_rows(config)):
+            return True
+        if self.reach.dynamic and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"Beyond {self.reach.most:,} positions this model's dynamic RoPE scales by the furthest one, so "
+                "OasisCache stacks no drafts there: recent queries predict, and speculate saves no forwards.",
+                stacklevel=2,
+            )
+        return False
 
     def _weights(
         self, count: int, drafts: int, found: torch.Tensor | None, call: dict[str, Any]

@@ -6,6 +6,7 @@ import torch
 
 from . import ops
 from .config import BLOCK, TAIL
+from .ops import cuda
 from .ops.reference import evict_key
 
 FIRST_SLOTS = 8
@@ -94,6 +95,10 @@ class WorkingSet:
         self, scores: torch.Tensor, lengths: torch.Tensor, cap: int, step: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """`ops.select` on this set. Returns plan_block, plan_slot, counts and wasted `[H]`."""
+        if cuda.serves(self.keys):
+            return cuda.select_step(
+                scores, self.table, self.last_selected, lengths, self.order, cap, step, self.fresh
+            )  # fmt: skip
         plan_block, plan_slot, counts = ops.select(
             scores, self.table, self.last_selected, lengths, self.order, cap, step
         )

@@ -333,6 +333,48 @@ def test_inference_mode_then_no_grad():
     assert cache.get_seq_length() == 63
 
 
+CHANGES = {
+    "crop": lambda cache: cache.crop(-5),
+    "crop over blocks": lambda cache: cache.crop(-20),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "reset": lambda cache: cache.reset(),
+    "commit": lambda cache: cache.commit([0]),
+    "branch": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["goes on inside", "goes on outside"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_rows_change_inside_inference_mode_as_outside(change, inside):
+    """Nothing that outlives the change becomes an inference tensor, which no step could write to."""
+    from oasis_hf import OracleDrafter
+
+    model, ids = tiny("gemma3"), prompt(2, 120)
+    outs = []
+    for mode in (False, True):
+        cache = OasisCache(model, budget=48, speculate=True, drafter=OracleDrafter(ids))
+        with torch.inference_mode(mode):
+            prefill(model, cache, ids[:, :79])
+            feed(model, cache, ids[:, 79:80])
+            cache = CHANGES[change](cache) or cache
+        with torch.inference_mode(mode and inside):
+            more = prompt(cache.batch_size, 20, seed=2)  # a turn, then steps
+            outs.append([prefill(model, cache, more[:, :5]), *feed(model, cache, more[:, 5:])])
+        assert_residents_match(cache)
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+def test_early_initialization_inside_inference_mode():
+    model = tiny("llama")
+    cache = OasisCache(model, budget=64)
+    with torch.inference_mode():
+        cache.early_initialization(2, num_heads=2, head_dim=16, dtype=torch.float32, device=torch.device("cpu"))
+    prefill(model, cache, prompt(2, 30))
+    feed(model, cache, prompt(2, 3))
+
+
 def test_early_initialization():
     model = tiny("llama")
     cache = OasisCache(model, budget=64)

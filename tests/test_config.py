@@ -30,6 +30,7 @@ WRONG = {
     "store": ["disk", None],
     "speculate": [1, None, "yes"],
     "progress": [0],
+    "graphs": [0],
     "draft_tokens": [0, 7, 1.0],
     "sliding_slack": [7, None],
     "seed": [-1, 0.5],
@@ -53,6 +54,7 @@ RIGHT = {
     "store": ["host", "resident"],
     "speculate": [True],
     "progress": [True],
+    "graphs": [True],
     "draft_tokens": [1, 6],
     "sliding_slack": [8],
     "seed": [0, 12],
@@ -126,6 +128,20 @@ def test_budget_bytes_become_whole_slots_of_all_layers_rows_and_heads():
 def test_budget_bytes_below_two_slots_are_refused_with_the_arithmetic():
     with pytest.raises(ConfigError, match="24,576 bytes: two slots x 2 layers x 3 rows x 4 KV heads x 512 bytes"):
         OasisConfig(budget_bytes=2 * 2 * 3 * 4 * 512 - 1).slots_for(2, 3, 4, 512)
+
+
+def test_rows_beyond_budget_bytes_are_refused_with_the_arithmetic():
+    config = OasisConfig(budget_bytes=5 * 2 * 3 * 4 * 512)
+    config.check_rows(5, 2, 3, 4, 512)
+    with pytest.raises(ConfigError, match="5 slots each, and 4 rows of as many would take 81,920 bytes"):
+        config.check_rows(5, 2, 4, 4, 512)
+    OasisConfig(budget=80).check_rows(5, 2, 400, 4, 512)
+
+
+def test_a_capacity_is_the_host_stores():
+    OasisConfig(host_capacity_tokens=60, store="host")
+    with pytest.raises(ConfigError, match="host_capacity_tokens=60 is not allowed: use None with store='resident'"):
+        OasisConfig(host_capacity_tokens=60, store="resident")
 
 
 def test_protected_blocks_must_fit_among_the_selectable():

@@ -60,6 +60,16 @@ def test_table_shows_both(result):
         assert part in text
 
 
+def test_table_shows_an_answer_as_it_is():
+    from rich.console import Console
+
+    answer = "[/INST] [red]no[/] :smile:"
+    console = Console(width=200, file=io.StringIO())
+    run = demo.Run(answer, tokens=5, prefill=1.0, decode=1.0, device_bytes=100)
+    console.print(demo.table(demo.Result(context=100, budget=64, dense=run, oasis=run, cache=None)))
+    assert console.file.getvalue().count(answer) == 2
+
+
 def test_plain_tokenizer_and_small_document(smollm2, monkeypatch):
     model, tokenizer = smollm2
     monkeypatch.setattr(tokenizer, "chat_template", None)

@@ -209,6 +209,84 @@ def test_a_budget_in_bytes_that_holds_no_two_slots():
         model(prompt(1, 10), past_key_values=OasisCache(model, budget_bytes=1000))
 
 
+def test_more_rows_than_a_budget_in_bytes_was_shared_out_over():
+    model = tiny("llama")
+    cache = OasisCache(model, budget_bytes=400_000)
+    generate(model, prompt(2, 100), cache, max_new_tokens=4)
+    before = cache.memory()
+    for grow in (lambda: cache.batch_repeat_interleave(2), lambda: cache.reorder_cache(torch.tensor([0, 1, 1]))):
+        with pytest.raises(ConfigError, match="budget_bytes=400,000 gave the first prompt's rows 16 slots") as error:
+            grow()
+        assert "give budget in tokens" in one_sentence(error)
+    assert cache.memory() == before and cache.batch_size == 2
+    cache.batch_select_indices(torch.tensor([1]))
+    cache.batch_repeat_interleave(2)  # no more than there were
+    assert cache.memory()["working_set"] == before["working_set"]
+    cache.reset()
+    generate(model, prompt(4, 100), cache, max_new_tokens=4)  # shared out anew
+    assert cache.state.slots == 8
+
+
+def test_float16_pages_for_a_bfloat16_model():
+    model = tiny("llama", torch.bfloat16)
+    with pytest.raises(ConfigError, match="host_dtype='float16' can't hold a bfloat16 model's keys") as error:
+        model(prompt(1, 10), past_key_values=OasisCache(model, host_dtype="float16"))
+    assert "use 'model' or 'float32'" in one_sentence(error)
+    model(prompt(1, 10), past_key_values=OasisCache(model, host_dtype="float32"))
+    model = tiny("llama")
+    model(prompt(1, 10), past_key_values=OasisCache(model, host_dtype="float16"))
+
+
+@pytest.mark.parametrize("config", [64, {"budget": 64}, "host"], ids=str)
+def test_a_config_that_is_none(config):
+    with pytest.raises(ConfigError, match=f"takes an OasisConfig, not {type(config).__name__}") as error:
+        OasisCache(tiny("llama"), config)
+    assert "OasisCache(model, budget=2064)" in one_sentence(error)
+
+
+@pytest.mark.parametrize("mode", ["decode", "verify"])
+@pytest.mark.parametrize(
+    "emptied", [None, OasisCache.reset, lambda cache: cache.crop(-30)], ids=["new", "reset", "crop"]
+)
+def test_a_mode_on_an_empty_cache(mode, emptied):
+    model = tiny("llama")
+    cache = OasisCache(model)
+    if emptied is not None:
+        model(prompt(1, 30), past_key_values=cache)
+        emptied(cache)
+    with cache.mode(mode), pytest.raises(ValueError, match="needs a prompt before it") as error:
+        model(prompt(1, 1), past_key_values=cache)
+    one_sentence(error)
+    model(prompt(1, 10), past_key_values=cache)
+    model(prompt(1, 1), past_key_values=cache)
+
+
+def test_commit_on_a_new_cache():
+    with pytest.raises(ValueError, match="no drafts to commit") as error:
+        OasisCache(tiny("llama")).commit([0])
+    one_sentence(error)
+
+
+def test_no_or_unknown_rows():
+    model = tiny("llama")
+    cache = OasisCache(model)
+    cache.batch_select_indices(torch.tensor([], dtype=torch.long))  # new: nothing to do
+    model(prompt(2, 10), past_key_values=cache)
+    for select in (
+        lambda: cache.batch_select_indices(torch.tensor([], dtype=torch.long)),
+        lambda: cache.batch_select_indices(torch.tensor([False, False])),
+        lambda: cache.batch_repeat_interleave(0),
+    ):
+        with pytest.raises(ValueError, match="No rows would be left") as error:
+            select()
+        one_sentence(error)
+    for index in ([0, 2], [-1]):
+        with pytest.raises(ValueError, match="has rows 0 to 1") as error:
+            cache.batch_select_indices(torch.tensor(index))
+        one_sentence(error)
+    model(prompt(2, 1), past_key_values=cache)
+
+
 def test_cropping_behind_a_sliding_window():
     model = tiny("gemma3")
     cache = OasisCache(model, sliding_slack=16)

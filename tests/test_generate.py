@@ -63,6 +63,14 @@ def test_beam_search(family):
         assert_same(model, prompt(2, 37), lambda: OasisCache(model, **knobs), num_beams=3)
 
 
+@pytest.mark.parametrize("kwargs", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_inside_inference_mode(family, kwargs):
+    model = tiny(family)
+    with torch.inference_mode():
+        assert_same(model, prompt(1, 37).repeat(1, 2), lambda: OasisCache(model), **kwargs)
+
+
 @families
 def test_num_return_sequences(family):
     model = tiny(family)

@@ -34,6 +34,8 @@ def test_wheel_needs_no_compiler_and_holds_everything(wheel):
     for path in (ROOT / "oasis_hf").rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
             assert str(path.relative_to(ROOT)) in names
+    for path in (ROOT / "csrc").iterdir():  # compiled where the package is used
+        assert f"oasis_hf/csrc/{path.name}" in names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"oasis_hf", f"oasis_hf-{oasis_hf.__version__}.dist-info"}
     assert any(name.endswith("LICENSE") for name in names)
@@ -45,7 +47,9 @@ def test_wheel_metadata(wheel):
         text = archive.read(f"{info}/METADATA").decode()
         scripts = archive.read(f"{info}/entry_points.txt").decode()
     needed = set(re.findall(r"^Requires-Dist: ([^;\n]+)$", text, re.M))
-    assert {re.split(r"[<>=!]", one)[0] for one in needed} == {"torch", "transformers", "safetensors", "rich", "tqdm"}
+    assert {re.split(r"[<>=!]", one)[0] for one in needed} == {
+        "torch", "transformers", "safetensors", "rich", "tqdm", "ninja", "filelock",
+    }  # fmt: skip
     assert "torch>=2.7" in needed and needed & {"transformers<5.25,>=5.17", "transformers>=5.17,<5.25"}
     assert set(re.findall(r"^Provides-Extra: (.+)$", text, re.M)) == {"plot", "demo", "test", "dev"}
     assert "Requires-Python: >=3.10" in text and re.search(r"^License(-Expression)?: Apache-2.0$", text, re.M)

@@ -40,6 +40,13 @@ def test_an_empty_cache_tells_that_it_is_empty():
     assert "OasisCache, empty" in cache._repr_html_()
 
 
+def test_a_drafters_name_is_plain_text(monkeypatch):
+    cache = OasisCache(tiny("llama"), drafter="previous")
+    monkeypatch.setattr(cache.drafter, "name", "mine [/x] :smile:")
+    for text in (cache.report(), re.sub("<.*?>", "", cache._repr_html_())):
+        assert "mine [/x] :smile:" in " ".join(text.split())
+
+
 def test_stats_are_counts_by_layer_and_head(used):
     stats = used.stats()
     assert set(stats) == {*COUNTERS, "bytes"}

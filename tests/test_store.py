@@ -21,7 +21,7 @@ PAGE = 2 * BLOCK * DIM * 4
 
 
 def host(rows=1, **kwargs):
-    return HostStore(LAYERS, rows, HEADS, DIM, torch.float32, False, **kwargs)
+    return HostStore(LAYERS, rows, HEADS, DIM, torch.float32, torch.device("cpu"), **kwargs)
 
 
 def resident(rows=1):
@@ -253,7 +253,7 @@ def test_writing_in_pieces_is_writing_at_once(make, pieces):
 
 
 def test_pages_keep_their_own_dtype():
-    store = HostStore(1, 1, 1, DIM, torch.bfloat16, False)
+    store = HostStore(1, 1, 1, DIM, torch.bfloat16, torch.device("cpu"))
     store.ensure([0], [3])
     keys = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]])
     store.write(0, 0, 0, keys, -keys)
@@ -507,7 +507,8 @@ def test_everything_pinned_is_unregistered_once_when_the_pool_dies(runtime):
 
 
 def test_a_fork_keeps_the_pinned_memory_alive(runtime):
-    store = HostStore(1, 1, 1, DIM, torch.float32, True)
+    cpu = torch.device("cpu")
+    store = HostStore(1, 1, 1, DIM, torch.float32, cpu, pool=PagePool(DIM, torch.float32, True))
     store.ensure([0], [16])
     other = store.fork()
     del store

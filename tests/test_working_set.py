@@ -41,7 +41,7 @@ class Lives(RuleBasedStateMachine):
         self.heads, self.cap = heads, cap
         self.sinks, self.recent = (sinks, recent) if sinks + recent < slots else (0, 0)
         self.set = make(slots, rows, heads, seed)
-        self.store = HostStore(1, rows, heads, DIM, torch.float32, False)
+        self.store = HostStore(1, rows, heads, DIM, torch.float32, torch.device("cpu"))
         self.texts = [[] for _ in range(rows)]
         self.next, self.step = 1, 0
         self.dirty = [0] * rows  # first block whose slot is out of date

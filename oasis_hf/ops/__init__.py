@@ -1,14 +1,14 @@
 """The operators of a decode step, as `torch.ops.oasis_hf.*`.
 
-Registered once with `torch.library`: the pure-torch reference serves every device until a compiled version is
-registered for one, and the fake implementations let `torch.compile` trace past them.
+Registered once with `torch.library`: the compiled operators on CUDA, the pure-torch reference on every other device,
+and fake implementations that let `torch.compile` trace past them.
 """
 
 from __future__ import annotations
 
 import torch
 
-from . import reference
+from . import cuda, reference
 
 _SCHEMAS = {
     "summarize": "(Tensor keys, str scorer, int parts, bool int8) -> (Tensor, Tensor)",
@@ -38,6 +38,7 @@ _library = torch.library.Library("oasis_hf", "DEF")
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
     _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+    _library.impl(_name, getattr(cuda, _name), "CUDA")
 
 
 def _fake_summarize(keys, scorer, parts, int8):

@@ -45,6 +45,10 @@ class BlockStore(ABC):
     ) -> None:
         """Planned blocks into their slots: see `ops.reference.gather`."""
 
+    def device_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Pages `[pages, 2, 16, D]` and their table `[B, H, N]`, where the device itself can reach both; else None."""
+        return None
+
     @abstractmethod
     def truncate(self, new: list[int]) -> None:
         """Rows now have `new` tokens: give back what lies beyond."""

@@ -22,17 +22,22 @@ class HostStore(BlockStore):
 
     Args:
         layers, rows, heads: extent of the table (sparse layers, rows, local KV heads).
-        head_dim: D. dtype: of the pages. pin: register the memory with CUDA.
+        head_dim: D. dtype: of the pages.
+        device: the model's; on CUDA the memory is registered with it, and the table is kept there too.
         capacity_tokens: most tokens a row; committed at once. None: grows as needed.
     """
 
     def __init__(
-        self, layers: int, rows: int, heads: int, head_dim: int, dtype: torch.dtype, pin: bool,
+        self, layers: int, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
         capacity_tokens: int | None = None, pool: PagePool | None = None,
     ) -> None:  # fmt: skip
         self.capacity_tokens = capacity_tokens
-        self.pool = pool if pool is not None else PagePool(head_dim, dtype, pin)
+        self.pool = pool if pool is not None else PagePool(head_dim, dtype, device.type == "cuda")
         self.table = torch.full((layers, rows, heads, 0), -1, dtype=torch.int64)
+        self.device = device
+        # The operators' copy. It changes in the stream's order, so steps under way still see what they were given;
+        # entries that rows gave back stay in it, unread.
+        self.device_table = self.table.to(device) if device.type == "cuda" else None
         self.blocks = [0] * rows
         self._shared = False
         self._watch()
@@ -47,10 +52,19 @@ class HostStore(BlockStore):
     def _set_table(self, table: torch.Tensor) -> None:
         self.table = table
         self._holder[0] = table
+        if self.device_table is not None:
+            self.device_table = table.to(self.device)
+
+    def _settle(self) -> None:
+        """The device may still be writing pages, or reading those that a row gave back: wait for it before the host
+        touches any."""
+        if self.device_table is not None:
+            torch.cuda.synchronize(self.device)
 
     def _preallocate(self, tokens: int) -> None:
         layers, rows, heads, _ = self.table.shape
         pages = self.pool.allocate(layers * rows * heads * blocks_of(tokens))
+        self._settle()
         self.pool.pages[pages[0] : pages[-1] + 1].zero_()  # touched: committed by the system, not just reserved
         self.pool.release(pages)
 
@@ -70,6 +84,9 @@ class HostStore(BlockStore):
             for (row, have, blocks), page in zip(fresh, pages):
                 self.table[:, row, :, have:blocks] = page.view(layers, heads, blocks - have)
                 self.blocks[row] = blocks
+            if self.device_table is not None:
+                low, high = min(have for _, have, _ in fresh), max(want)
+                self.device_table[..., low:high] = self.table[..., low:high].to(self.device)
         if self._shared:
             for row, (before, after) in enumerate(zip(old, new)):
                 if after > before and before % BLOCK:
@@ -85,14 +102,18 @@ class HostStore(BlockStore):
         pages = self.table[:, row, :, block]
         shared = self.pool.references[pages] > 1
         if shared.any():
+            self._settle()
             old = pages[shared]
             new = self.pool.allocate(len(old))
             self.pool.pages[new] = self.pool.pages[old]
             self.table[:, row, :, block][shared] = new
+            if self.device_table is not None:
+                self.device_table[:, row, :, block] = self.table[:, row, :, block].to(self.device)
             self.pool.release(old)
             self.bytes_copied += len(old) * self.pool.page_bytes
 
     def write(self, layer: int, row: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._settle()
         pages = self.pool.pages
         both = torch.stack((keys, values), 1).to(pages.device, pages.dtype)  # [H, 2, n, D]
         count = both.shape[2]
@@ -109,6 +130,7 @@ class HostStore(BlockStore):
                 pages[table[:, block], :, offset : offset + high - low] = both[:, :, low:high]
 
     def append(self, layer: int, lengths: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._settle()
         pages, table = self.pool.pages, self.table[layer]
         lengths = lengths.to(table.device)
         block = (lengths // BLOCK)[:, None, None].expand(-1, table.shape[1], 1)
@@ -117,6 +139,7 @@ class HostStore(BlockStore):
         pages[page, :, (lengths % BLOCK)[:, None]] = both
 
     def read(self, layer: int, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._settle()
         first, last = start // BLOCK, blocks_of(stop)
         blocks = self.pool.pages[self.table[layer, row, :, first:last]]  # [H, n, 2, 16, D]
         both = blocks.transpose(1, 2).flatten(2, 3)[:, :, start - first * BLOCK : stop - first * BLOCK]
@@ -125,7 +148,11 @@ class HostStore(BlockStore):
     def gather(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, plan_block: torch.Tensor, plan_slot: torch.Tensor
     ) -> None:
-        ops.gather(self.pool.pages, self.table[layer], keys, values, plan_block, plan_slot)
+        table = self.table if self.device_table is None else self.device_table
+        ops.gather(self.pool.pages, table[layer], keys, values, plan_block, plan_slot)
+
+    def device_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self.device_table is None else (self.pool.pages, self.device_table[layer])
 
     def truncate(self, new: list[int]) -> None:
         for row, tokens in enumerate(new):
@@ -146,7 +173,9 @@ class HostStore(BlockStore):
 
     def fork(self) -> "HostStore":
         layers, rows, heads, _ = self.table.shape
-        other = HostStore(layers, rows, heads, 0, self.pool.pages.dtype, False, self.capacity_tokens, self.pool)
+        other = HostStore(
+            layers, rows, heads, 0, self.pool.pages.dtype, self.device, self.capacity_tokens, self.pool
+        )  # fmt: skip
         other._set_table(self.table.clone())
         other.blocks = list(self.blocks)
         self.pool.retain(self.table[self.table >= 0])

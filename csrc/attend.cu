@@ -1,0 +1,482 @@
+// Attention of a decode step's 1 to 8 query tokens over the working set.
+//
+// Floor: K and V of slots and tail are read once, 4 * (TAIL + S*16) * D bytes a (row, head); for each query row and
+// token 4*D operations, so up to a few dozen query rows a KV head the tensor cores wait for memory.
+//
+// The G query heads of a group and the T tokens are packed as R = G*T query rows of one KV head. A (row, head)'s keys
+// are one stream of S+1 tiles of 16 tokens: the tail and half a slot, then halves of two neighbouring slots, at last
+// half a slot. Each warp has its own ring of tiles in shared memory, filled by cp.async, so that no barrier over the
+// CTA stops the stream: at D = 128 a CTA has 64 KB on their way, an SM twice that. A tile gives
+//     S^T[16 tokens, query rows] = K Q^T,    P = exp2(S - m),    O^T[D, query rows] += V^T P^T:
+// tokens are the rows of the mma, so 8 query rows waste nothing. P goes from one product to the next in registers,
+// transposed by movmatrix. m follows the scores only where one passes it by SLACK (as in FlashAttention-4), mostly in
+// the first tile; the result is the same for any m. Many query rows: a team of 2 or 4 warps shares its tiles and
+// divides the rows; still more rows go to further CTAs, which find the keys in L2.
+// What is not visible is never read: cp.async writes zeros there, and P is exactly 0.
+// Few (row, head)s: the stream is split over CTAs, each leaves a partial result in scratch, and the last to arrive
+// merges them, always in the same order.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "oasis.h"
+
+namespace oasis {
+namespace {
+
+constexpr int TILE = 16;          // tokens
+constexpr int STAGES = 3;         // tiles in a warp's ring
+constexpr int MIN_SPLIT = 8;      // tiles a CTA takes at least
+constexpr int MAX_SPLITS = 64;    // partial results that the last CTA merges at most
+constexpr float SLACK = 8.0f;     // in log2: P stays under 256
+constexpr float LOWEST = -1e30f;  // m where nothing was seen: finite, so that no difference is NaN
+constexpr float LOG2E = 1.44269504f;
+constexpr unsigned ALL = 0xffffffffu;
+
+constexpr int warps(int D) { return D > 128 ? 2 : 4; }
+constexpr bool swizzled(int D) { return D % 64 == 0; }
+constexpr int line_bytes(int D) { return D * 2 + (swizzled(D) ? 0 : 16); }  // a token in shared memory
+constexpr int tile_bytes(int D) { return TILE * line_bytes(D); }  // K or V
+constexpr int ring_bytes(int D) { return STAGES * warps(D) * 2 * tile_bytes(D); }
+constexpr int shared_bytes(int D) { return ring_bytes(D) + STAGES * warps(D) * 4; }  // and each tile's visible tokens
+
+// Where a token's 16-byte piece lies in a tile, so that ldmatrix finds a piece of 8 tokens in 8 different groups of
+// banks: pieces change places where a line is a multiple of 128 bytes, else a line is an odd number of pieces.
+template <int D>
+__device__ __forceinline__ int place(int token, int piece) {
+    return token * line_bytes(D) + (swizzled(D) ? piece ^ (token % 8) : piece) * 16;
+}
+
+struct Arguments {
+    const void *query, *keys, *values;
+    const int64_t *table, *lengths;
+    const bool* tail_mask;
+    const float* sinks;
+    void* out;
+    int* counters;           // [B*H]
+    float *stats, *partial;  // [B*H, splits, R, 2], m and l, and [B*H, splits, R, D]
+    int64_t q_row, q_head, q_token;
+    float scale;  // of q.k, to log2
+    int H, G, T, S, team_warps, chunks, splits;
+};
+
+// ---- instructions
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void copy16(uint32_t to, const void* from, bool real) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// There are at most two teams of more than one warp; `mate` is the team's first warp.
+__device__ __forceinline__ void team_sync(int mate, int team_warps) {
+    if (team_warps == 1) {
+        __syncwarp();
+    } else if (mate == 0) {
+        asm volatile("bar.sync 1, %0;" ::"r"(team_warps * 32) : "memory");
+    } else {
+        asm volatile("bar.sync 2, %0;" ::"r"(team_warps * 32) : "memory");
+    }
+}
+
+template <bool TRANSPOSED>
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
+    if constexpr (TRANSPOSED) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+    }
+}
+
+__device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
+    uint32_t to;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(to) : "r"(matrix));
+    return to;
+}
+
+template <typename E>
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    if constexpr (std::is_same<E, __half>::value) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                     "{%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    } else {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                     "{%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    }
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// ---- end of instructions
+
+template <typename E>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    typename std::conditional<std::is_same<E, __half>::value, __half2, __nv_bfloat162>::type pair;
+    if constexpr (std::is_same<E, __half>::value) {
+        pair = __floats2half2_rn(low, high);
+    } else {
+        pair = __floats2bfloat162_rn(low, high);
+    }
+    uint32_t packed;
+    memcpy(&packed, &pair, 4);
+    return packed;
+}
+
+// A slot's visible tokens, one bit each. Block -1: the slot is empty.
+__device__ __forceinline__ uint32_t visible_tokens(int64_t block, int64_t length) {
+    const int64_t count = block < 0 ? 0 : length - block * BLOCK;
+    return (1u << static_cast<int>(min(max(count, int64_t(0)), int64_t(BLOCK)))) - 1;
+}
+
+// Blocks of the slots a tile has halves of: tokens 0-7 are the last of slot tile - 1, tokens 8-15 the first of slot
+// `tile`. Tile 0 begins with the tail, tile S ends with nothing; from tile `end` on there is nothing at all.
+struct Halves {
+    int64_t first, second;
+};
+
+__device__ __forceinline__ Halves read_table(const int64_t* table, int tile, int end, int slots) {
+    return {tile > 0 && tile < end ? __ldg(table + tile - 1) : -1, tile < min(end, slots) ? __ldg(table + tile) : -1};
+}
+
+// A softmax over some of the tokens: l = sum of exp2(x - m), o = sum of exp2(x - m) * v.
+struct Partial {
+    float m, l;
+    float4 o;  // four dimensions
+};
+
+// Part i: m and l at stats + i * stats_step, four dimensions of o at lines + i * lines_step.
+__device__ __forceinline__ Partial merge(const float* stats, int64_t stats_step, const float* lines,
+                                         int64_t lines_step, int parts) {
+    Partial sum = {LOWEST, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll 8
+    for (int i = 0; i < parts; ++i) {
+        const float2 stat = *reinterpret_cast<const float2*>(stats + i * stats_step);
+        const float4 o = *reinterpret_cast<const float4*>(lines + i * lines_step);
+        const float m = fmaxf(sum.m, stat.x), keep = exp2_fast(sum.m - m), add = exp2_fast(stat.x - m);
+        sum = {m, sum.l * keep + stat.y * add,
+               {sum.o.x * keep + o.x * add, sum.o.y * keep + o.y * add, sum.o.z * keep + o.z * add,
+                sum.o.w * keep + o.w * add}};
+    }
+    return sum;
+}
+
+// The sink joins the softmax, once, and out is o / l: zeros where nothing was seen. `row` is one of the R.
+template <typename E, int D>
+__device__ __forceinline__ void finish(const Arguments& a, int64_t pair, int head, int row, int d, Partial sum) {
+    if (a.sinks != nullptr) {
+        const float sink = a.sinks[head * a.G + row / a.T] * LOG2E;
+        const float m = fmaxf(sum.m, sink), keep = exp2_fast(sum.m - m);
+        sum = {m, sum.l * keep + exp2_fast(sink - m), {sum.o.x * keep, sum.o.y * keep, sum.o.z * keep, sum.o.w * keep}};
+    }
+    const float scale = sum.l > 0.0f ? 1.0f / sum.l : 0.0f;
+    *reinterpret_cast<uint2*>(static_cast<E*>(a.out) + (pair * a.G * a.T + row) * D + d) = {
+        pack<E>(sum.o.x * scale, sum.o.y * scale), pack<E>(sum.o.z * scale, sum.o.w * scale)};
+}
+
+// Grid: (splits * chunks of query rows, H, B). NT: tiles of 8 query rows a warp. With lane = 4 * g + t a thread holds
+// rows g and g + 8 (tokens in S^T, dimensions in O^T) and columns 2t and 2t + 1 (query rows) of an mma's result.
+template <typename E, int D, int NT>
+__global__ void __launch_bounds__(warps(D) * 32, 2) attend_kernel(const Arguments a) {
+    constexpr int WARPS = warps(D), STEPS = D / 16, TILE_BYTES = tile_bytes(D);
+    extern __shared__ __align__(128) unsigned char shared[];
+    uint32_t* visible = reinterpret_cast<uint32_t*>(shared + ring_bytes(D));  // [STAGES, WARPS]
+    const uint32_t ring = shared_address(shared);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int member = warp & (a.team_warps - 1), mate = warp - member;  // mate: the team's first warp
+    const int split = blockIdx.x / a.chunks, chunk = blockIdx.x - split * a.chunks, head = blockIdx.y, row = blockIdx.z;
+    const int64_t pair = static_cast<int64_t>(row) * a.H + head;
+    const int R = a.G * a.T, chunk_rows = 8 * NT * a.team_warps;
+    const int first_row = chunk * chunk_rows + member * 8 * NT;  // of this warp's query rows
+
+    // In round k the CTA has tiles begin + k * WARPS + warp: each warp loads one, and its whole team uses it.
+    const int begin = (a.S + 1) * split / a.splits, end = (a.S + 1) * (split + 1) / a.splits;
+    const int rounds = (max(end - begin - mate, 0) + WARPS - 1) / WARPS;
+    const int64_t* table = a.table + pair * a.S;
+    const int64_t length = __ldg(a.lengths + row);
+    Halves halves[STAGES];
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s) halves[s] = read_table(table, begin + s * WARPS + warp, end, a.S);
+    uint32_t tail = 0;  // entries that any query sees
+    if (begin == 0) {
+        bool any = false;
+#pragma unroll
+        for (int token = 0; token < TAIL; ++token) any |= token < a.T && a.tail_mask[token * TAIL + lane % TAIL];
+        tail = __ballot_sync(ALL, any) & 0xff;
+    }
+
+    const int64_t stream = pair * (TAIL + static_cast<int64_t>(a.S) * BLOCK) * D;
+    const char* keys = reinterpret_cast<const char*>(static_cast<const E*>(a.keys) + stream);
+    const char* values = reinterpret_cast<const char*>(static_cast<const E*>(a.values) + stream);
+    const auto load = [&](int stage, int tile, const Halves& blocks) {
+        const uint32_t first = tile == 0 ? tail : visible_tokens(blocks.first, length) >> 8;
+        const uint32_t seen = first | (visible_tokens(blocks.second, length) & 0xff) << 8;
+        if (lane == 0) visible[stage * WARPS + warp] = seen;
+        if (seen != 0) {
+            const uint32_t to = ring + (stage * WARPS + warp) * 2 * TILE_BYTES;
+            const int64_t from = static_cast<int64_t>(tile) * TILE * D * 2;
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i) {
+                const int piece = i * 32 + lane, token = piece / (D / 8);  // 16 bytes each
+                const bool real = seen >> token & 1;
+                const int64_t at = real ? from + piece * 16 : 0;  // nothing is read where not real
+                copy16(to + place<D>(token, piece % (D / 8)), keys + at, real);
+                copy16(to + place<D>(token, piece % (D / 8)) + TILE_BYTES, values + at, real);
+            }
+        }
+        copy_commit();
+    };
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) load(s, begin + s * WARPS + warp, halves[s]);
+    Halves next = halves[STAGES - 1];
+
+    // Queries, the right-hand operand of K Q^T, for the whole kernel; and which query rows see tail entry g.
+    uint32_t q[STEPS][NT][2], tail_rows = 0;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const int r = first_row + n * 8 + g;
+        const E* from = static_cast<const E*>(a.query) + row * a.q_row + (head * a.G + r / a.T) * a.q_head +
+                        r % a.T * a.q_token + 2 * t;
+#pragma unroll
+        for (int i = 0; i < STEPS * 2; ++i) {
+            q[i / 2][n][i % 2] = r < R ? __ldg(reinterpret_cast<const uint32_t*>(from + i * 8)) : 0;
+        }
+#pragma unroll
+        for (int c = 0; c < 2 && begin == 0; ++c) {
+            const int token = (first_row + n * 8 + 2 * t + c) % a.T;
+            tail_rows |= static_cast<uint32_t>(a.tail_mask[token * TAIL + g]) << (2 * n + c);
+        }
+    }
+
+    float o[STEPS][NT][4] = {}, m[NT][2], l[NT][2] = {};  // l: of this thread's tokens alone
+#pragma unroll
+    for (int n = 0; n < NT; ++n) m[n][0] = m[n][1] = LOWEST;
+    const int key_token = lane % 16, value_token = lane % 8 + lane / 16 * 8;  // whose piece ldmatrix gets from a lane
+    for (int round = 0, stage = 0; round < rounds; ++round, stage = stage == STAGES - 1 ? 0 : stage + 1) {
+        // This round's tiles are here, and the team is done with the last round's: their place is loaded next.
+        copy_wait<STAGES - 2>();
+        team_sync(mate, a.team_warps);
+        const int ahead = begin + (round + STAGES - 1) * WARPS + warp;
+        load(stage == 0 ? STAGES - 1 : stage - 1, ahead, next);
+        next = read_table(table, ahead + WARPS, end, a.S);
+
+        for (int w = mate; w < mate + a.team_warps && first_row < R; ++w) {
+            const uint32_t seen = visible[stage * WARPS + w], at = ring + (stage * WARPS + w) * 2 * TILE_BYTES;
+            if (seen == 0) continue;
+            float x[NT][4] = {};
+#pragma unroll
+            for (int k = 0; k < STEPS; ++k) {
+                uint32_t key[4];
+                load_matrices<false>(key, at + place<D>(key_token, 2 * k + lane / 16));
+#pragma unroll
+                for (int n = 0; n < NT; ++n) mma<E>(x[n], key, q[k][n]);
+            }
+            const bool has_tail = begin + round * WARPS + w == 0, low = seen >> g & 1, high = seen >> (g + 8) & 1;
+            bool passed = false;
+#pragma unroll
+            for (int i = 0; i < NT * 4; ++i) {
+                float& score = x[i / 4][i % 4];
+                const bool sees = i % 4 >= 2 ? high : has_tail ? tail_rows >> (i / 4 * 2 + i % 2) & 1 : low;
+                score = sees ? score * a.scale : -INFINITY;
+                passed |= score > m[i / 4][i % 2] + SLACK;
+            }
+            if (__any_sync(ALL, passed)) {
+#pragma unroll
+                for (int i = 0; i < NT * 2; ++i) {
+                    const int n = i / 2, c = i % 2;
+                    float top = fmaxf(m[n][c], fmaxf(x[n][c], x[n][c + 2]));
+#pragma unroll
+                    for (int lanes = 4; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, lanes));
+                    const float keep = exp2_fast(m[n][c] - top);
+                    m[n][c] = top;
+                    l[n][c] *= keep;
+#pragma unroll
+                    for (int k = 0; k < STEPS; ++k) o[k][n][c] *= keep, o[k][n][c + 2] *= keep;
+                }
+            }
+            uint32_t p[NT][2];
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    x[n][i] = exp2_fast(x[n][i] - m[n][i % 2]);
+                    l[n][i % 2] += x[n][i];
+                }
+                p[n][0] = transpose(pack<E>(x[n][0], x[n][1]));
+                p[n][1] = transpose(pack<E>(x[n][2], x[n][3]));
+            }
+#pragma unroll
+            for (int k = 0; k < STEPS; ++k) {
+                uint32_t value[4];
+                load_matrices<true>(value, at + TILE_BYTES + place<D>(value_token, 2 * k + lane / 8 % 2));
+#pragma unroll
+                for (int n = 0; n < NT; ++n) mma<E>(o[k][n], value, p[n]);
+            }
+        }
+    }
+
+    // Teams are merged over shared memory: a line of o for each team and query row of the chunk, then their m and l.
+    constexpr int LINES = WARPS * 8 * NT, MERGE_LINE = D + 4;  // 4: the stores below meet no bank twice
+    static_assert(LINES * (MERGE_LINE + 2) * 4 <= ring_bytes(D), "the lines lie over the ring");
+    float *lines = reinterpret_cast<float*>(shared), *line_stats = lines + LINES * MERGE_LINE;
+    copy_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < NT * 2; ++i) {
+        const int n = i / 2, c = i % 2, line = warp * 8 * NT + n * 8 + 2 * t + c;
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) l[n][c] += __shfl_xor_sync(ALL, l[n][c], lanes);
+        if (g == 0) *reinterpret_cast<float2*>(line_stats + line * 2) = {m[n][c], l[n][c]};
+#pragma unroll
+        for (int k = 0; k < STEPS * 2; ++k) lines[line * MERGE_LINE + k * 8 + g] = o[k / 2][n][c + k % 2 * 2];
+    }
+    __syncthreads();
+    const int64_t pair_line = pair * a.splits * R;  // the pair's first in scratch
+    for (int item = threadIdx.x; item < min(R - chunk * chunk_rows, chunk_rows) * (D / 4); item += WARPS * 32) {
+        const int in_chunk = item / (D / 4), d = item % (D / 4) * 4, r = chunk * chunk_rows + in_chunk;
+        const Partial sum = merge(line_stats + in_chunk * 2, chunk_rows * 2, lines + in_chunk * MERGE_LINE + d,
+                                  chunk_rows * MERGE_LINE, LINES / chunk_rows);
+        if (a.splits == 1) {
+            finish<E, D>(a, pair, head, r, d, sum);
+        } else {
+            const int64_t line = pair_line + split * R + r;
+            *reinterpret_cast<float4*>(a.partial + line * D + d) = sum.o;
+            if (d == 0) *reinterpret_cast<float2*>(a.stats + line * 2) = {sum.m, sum.l};
+        }
+    }
+    if (a.splits == 1) return;
+
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();  // this CTA's partial results before its arrival, and all others' before they are read
+        last = atomicAdd(a.counters + pair, 1) == a.splits * a.chunks - 1;
+        if (last) a.counters[pair] = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    for (int item = threadIdx.x; last && item < R * (D / 4); item += WARPS * 32) {
+        const int r = item / (D / 4), d = item % (D / 4) * 4;
+        const Partial sum = merge(a.stats + (pair_line + r) * 2, R * 2, a.partial + (pair_line + r) * D + d, R * D,
+                                  a.splits);
+        finish<E, D>(a, pair, head, r, d, sum);
+    }
+}
+
+using Kernel = void (*)(Arguments);
+
+template <typename E, int NT>
+Kernel kernel_of(int D) {
+    switch (D) {
+        case 64: return attend_kernel<E, 64, NT>;
+        case 80: return attend_kernel<E, 80, NT>;
+        case 96: return attend_kernel<E, 96, NT>;
+        case 128: return attend_kernel<E, 128, NT>;
+        case 256: return attend_kernel<E, 256, NT>;
+        default: return nullptr;
+    }
+}
+
+struct Plan {
+    int row_tiles, team_warps, chunks, splits = 1;  // row_tiles: NT
+    int64_t lines;                                  // of scratch
+};
+
+// Query rows go to the warps of a team first, then to further CTAs; the stream is split into as few parts as fill the
+// last wave of CTAs well.
+cudaError_t make_plan(int B, int H, int G, int T, int S, int D, Plan& plan) {
+    if (kernel_of<__half, 1>(D) == nullptr || std::min({B, H, G, T}) < 1 || T > TAIL || S < 0 || S > (1 << 24) ||
+        std::max(B, H) > 65535 || G > (1 << 16)) {
+        return cudaErrorInvalidValue;
+    }
+    const int R = G * T;
+    plan.row_tiles = R <= 8 ? 1 : 2;
+    plan.team_warps = 1;
+    while (plan.team_warps < warps(D) && plan.team_warps * plan.row_tiles * 8 < R) plan.team_warps *= 2;
+    const int chunk_rows = plan.team_warps * plan.row_tiles * 8;
+    plan.chunks = (R + chunk_rows - 1) / chunk_rows;
+
+    int device = 0, sms = 0, sm_shared = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess) {
+        error = cudaDeviceGetAttribute(&sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    }
+    if (error != cudaSuccess) return error;
+    const int64_t wave = static_cast<int64_t>(sms) * std::max(1, sm_shared / (shared_bytes(D) + 1024));
+    const int64_t ctas = static_cast<int64_t>(B) * H * plan.chunks;
+    double best = 0;
+    for (int splits = 1; splits == 1 || (splits <= MAX_SPLITS && splits * MIN_SPLIT <= S + 1); ++splits) {
+        const double filled = double(ctas * splits) / double((ctas * splits + wave - 1) / wave * wave);
+        if (filled > best * 1.05) best = filled, plan.splits = splits;
+    }
+    plan.lines = plan.splits == 1 ? 0 : static_cast<int64_t>(B) * H * plan.splits * R;
+    return cudaSuccess;
+}
+
+int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+bool misaligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes != 0; }
+
+}  // namespace
+
+int64_t attend_counters(int B, int H) { return round_up(static_cast<int64_t>(B) * H * 4); }
+
+int64_t attend_scratch(int B, int H, int G, int T, int S, int D) {
+    Plan plan;
+    if (make_plan(B, H, G, T, S, D, plan) != cudaSuccess) return attend_counters(B, H);
+    return attend_counters(B, H) + round_up(plan.lines * 8) + plan.lines * D * 4;
+}
+
+cudaError_t attend(const void* query, int64_t q_row, int64_t q_head, int64_t q_token, const void* keys,
+                   const void* values, const int64_t* table, const int64_t* lengths, const bool* tail_mask,
+                   float scaling, const float* sinks, int B, int H, int G, int T, int S, int D, void* out,
+                   void* scratch, Dtype dtype, cudaStream_t stream) {
+    Plan plan;
+    cudaError_t error = make_plan(B, H, G, T, S, D, plan);
+    if (error != cudaSuccess) return error;
+    // Queries are read in pairs; the stride of a dimension of size 1 may be anything.
+    const bool odd = (B > 1 && q_row % 2) || (H * G > 1 && q_head % 2) || (T > 1 && q_token % 2);
+    if (odd || misaligned(query, 4) || misaligned(keys, 16) || misaligned(values, 16) || misaligned(out, 8) ||
+        misaligned(scratch, 16)) {
+        return cudaErrorInvalidValue;
+    }
+    char* after_counters = static_cast<char*>(scratch) + attend_counters(B, H);
+    const Arguments arguments = {
+        query, keys, values, table, lengths, tail_mask, sinks, out, static_cast<int*>(scratch),
+        reinterpret_cast<float*>(after_counters), reinterpret_cast<float*>(after_counters + round_up(plan.lines * 8)),
+        q_row, q_head, q_token, scaling * LOG2E, H, G, T, S, plan.team_warps, plan.chunks, plan.splits};
+    const bool one = plan.row_tiles == 1;
+    const Kernel kernel = dtype == Dtype::bf16
+                              ? (one ? kernel_of<__nv_bfloat16, 1>(D) : kernel_of<__nv_bfloat16, 2>(D))
+                              : (one ? kernel_of<__half, 1>(D) : kernel_of<__half, 2>(D));
+    error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 shared_bytes(D));
+    if (error == cudaSuccess) {
+        error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                     cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    }
+    if (error != cudaSuccess) return error;
+    kernel<<<dim3(plan.splits * plan.chunks, H, B), warps(D) * 32, shared_bytes(D), stream>>>(arguments);
+    return cudaGetLastError();
+}
+
+}  // namespace oasis

@@ -1,0 +1,359 @@
+// Python's view of the operators: checks every tensor, names the one that is wrong, and launches. No CUDA header of
+// torch: the stream comes as an integer, so this builds and imports against a CPU-only torch, where CI tests its errors.
+#include <torch/extension.h>
+
+#include <sstream>
+
+#include "oasis.h"
+
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t ANY = -1;
+
+cudaStream_t as_stream(int64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+std::string describe(const Tensor& t) {
+    std::ostringstream out;
+    out << t.scalar_type() << " " << t.sizes() << " on " << t.device() << (t.is_contiguous() ? "" : ", not contiguous");
+    return out.str();
+}
+
+std::string wanted(c10::ArrayRef<ScalarType> types, at::IntArrayRef shape) {
+    std::ostringstream out;
+    for (size_t i = 0; i < types.size(); ++i) out << (i ? " or " : "") << types[i];
+    out << " [";
+    for (size_t i = 0; i < shape.size(); ++i) {
+        out << (i ? ", " : "");
+        if (shape[i] == ANY) out << "any"; else out << shape[i];
+    }
+    out << "]";
+    return out.str();
+}
+
+void check_shape(const char* op, const char* name, const Tensor& t, c10::ArrayRef<ScalarType> types,
+                 at::IntArrayRef shape) {
+    bool ok = std::find(types.begin(), types.end(), t.scalar_type()) != types.end() &&
+              t.dim() == static_cast<int64_t>(shape.size());
+    for (size_t i = 0; ok && i < shape.size(); ++i) ok = shape[i] == ANY || t.size(i) == shape[i];
+    TORCH_CHECK_VALUE(ok, "oasis_hf.", op, ": `", name, "` must be ", wanted(types, shape), ", not ", describe(t), ".");
+}
+
+void rank(const char* op, const char* name, const Tensor& t, int64_t dims) {
+    TORCH_CHECK_VALUE(t.dim() == dims, "oasis_hf.", op, ": `", name, "` must have ", dims, " dimensions, not ",
+                      describe(t), ".");
+}
+
+// One call's tensors all live on the device of its first one; that it is a GPU is asked last, so that everything else
+// can be tested without one.
+class Checker {
+  public:
+    Checker(const char* op, const Tensor& first, const char* name) : op_(op), name_(name), device_(first.device()) {}
+
+    void on_gpu() const {
+        TORCH_CHECK_VALUE(device_.is_cuda(), "oasis_hf.", op_, ": `", name_, "` must be on a CUDA device, not ",
+                          device_, ".");
+    }
+
+    // Any strides, but the last dimension is contiguous and everything starts and steps in units of 16 bytes.
+    void strided(const Tensor& t, const char* name, c10::ArrayRef<ScalarType> types, at::IntArrayRef shape) const {
+        check_shape(op_, name, t, types, shape);
+        on_device(t, name);
+        bool aligned = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 && t.stride(-1) == 1;
+        for (int64_t i = 0; i + 1 < t.dim(); ++i)
+            aligned = aligned && (t.size(i) == 1 || t.stride(i) * t.element_size() % 16 == 0);
+        TORCH_CHECK_VALUE(aligned, "oasis_hf.", op_, ": `", name,
+                          "` must have a contiguous last dimension and strides in units of 16 bytes, not strides ",
+                          t.strides(), ".");
+    }
+
+    void dense(const Tensor& t, const char* name, c10::ArrayRef<ScalarType> types, at::IntArrayRef shape) const {
+        check_shape(op_, name, t, types, shape);
+        on_device(t, name);
+        TORCH_CHECK_VALUE(t.is_contiguous(), "oasis_hf.", op_, ": `", name, "` must be contiguous, not strides ",
+                          t.strides(), ".");
+    }
+
+    // Memory that the device reads through its host address: pinned, or its own.
+    void reachable(const Tensor& t, const char* name, c10::ArrayRef<ScalarType> types, at::IntArrayRef shape) const {
+        check_shape(op_, name, t, types, shape);
+        if (t.is_cuda()) return on_device(t, name);
+        cudaPointerAttributes attributes{};
+        bool pinned = t.numel() == 0 || (cudaPointerGetAttributes(&attributes, t.data_ptr()) == cudaSuccess &&
+                                         attributes.type != cudaMemoryTypeUnregistered);
+        TORCH_CHECK_VALUE(pinned, "oasis_hf.", op_, ": `", name, "` must be pinned or on the device, not pageable.");
+    }
+
+  private:
+    void on_device(const Tensor& t, const char* name) const {
+        TORCH_CHECK_VALUE(t.device() == device_, "oasis_hf.", op_, ": `", name, "` must be on ", device_, ", not ",
+                          t.device(), ".");
+    }
+
+    const char *op_, *name_;
+    at::Device device_;
+};
+
+const ScalarType kModel[] = {ScalarType::BFloat16, ScalarType::Half};
+const ScalarType kLong[] = {ScalarType::Long};
+const ScalarType kFloat[] = {ScalarType::Float};
+const ScalarType kHalf[] = {ScalarType::Half};
+const ScalarType kBool[] = {ScalarType::Bool};
+const ScalarType kBytes[] = {ScalarType::Byte};
+const ScalarType kPages[] = {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
+
+oasis::Dtype dtype_of(const Tensor& t) {
+    return t.scalar_type() == ScalarType::BFloat16 ? oasis::Dtype::bf16 : oasis::Dtype::f16;
+}
+
+oasis::Scorer scorer_of(const char* op, const std::string& name) {
+    if (name == "minmax") return oasis::Scorer::minmax;
+    TORCH_CHECK_VALUE(name == "midrange", "oasis_hf.", op, ": `scorer` must be 'minmax' or 'midrange', not '", name,
+                      "'.");
+    return oasis::Scorer::midrange;
+}
+
+oasis::Reduction reduction_of(const char* op, const std::string& name) {
+    if (name == "max") return oasis::Reduction::max;
+    if (name == "mean") return oasis::Reduction::mean;
+    TORCH_CHECK_VALUE(name == "softmax-mean", "oasis_hf.", op,
+                      ": `reduction` must be 'max', 'mean' or 'softmax-mean', not '", name, "'.");
+    return oasis::Reduction::softmax_mean;
+}
+
+void launched(const char* op, cudaError_t error) {
+    TORCH_CHECK(error == cudaSuccess, "oasis_hf.", op, ": ", cudaGetErrorString(error),
+                error == cudaErrorInvalidValue ? " (a size that the operator does not take)" : "", ".");
+}
+
+template <typename T>
+T* pointer(const OptionalTensor& t) {
+    return t.has_value() && t->numel() ? static_cast<T*>(t->data_ptr()) : nullptr;
+}
+
+void summarize(const Tensor& keys, const std::string& scorer, int64_t parts, const Tensor& out,
+               const OptionalTensor& scales, int64_t stream) {
+    const char* op = "summarize";
+    Checker check(op, keys, "keys");
+    rank(op, "keys", keys, 4);
+    rank(op, "out", out, 5);
+    int64_t outer = keys.size(0), blocks = keys.size(1), dim = keys.size(-1);
+    check.strided(keys, "keys", kModel, {ANY, ANY, oasis::BLOCK, ANY});
+    TORCH_CHECK_VALUE(keys.stride(2) == dim && (blocks == 1 || keys.stride(1) == oasis::BLOCK * dim), "oasis_hf.", op,
+                      ": `keys` must have contiguous blocks, not strides ", keys.strides(), ".");
+    bool int8 = out.scalar_type() == ScalarType::Char;
+    const ScalarType types[] = {ScalarType::Char, keys.scalar_type()};
+    check.strided(out, "out", types, {outer, blocks, parts, 2, dim});
+    if (int8) check_shape(op, "scales", scales.value(), kHalf, {outer, blocks, parts, 2});
+    check.on_gpu();
+    launched(op, oasis::summarize(keys.data_ptr(), outer, keys.stride(0), blocks, dim, parts, scorer_of(op, scorer),
+                                  int8, out.data_ptr(), out.stride(0), pointer<void>(scales),
+                                  int8 ? scales->stride(0) : 0, dtype_of(keys), as_stream(stream)));
+}
+
+void score(const Tensor& query, const Tensor& summaries, const OptionalTensor& scales, const Tensor& closed,
+           const Tensor& weights, const std::string& scorer, double half_range, const std::string& reduction,
+           double scaling, int64_t sink_blocks, int64_t recent_blocks, const Tensor& out, const Tensor& scratch,
+           int64_t stream) {
+    const char* op = "score";
+    Checker check(op, query, "query");
+    rank(op, "query", query, 4);
+    rank(op, "summaries", summaries, 6);
+    int64_t rows = query.size(0), tokens = query.size(2), dim = query.size(-1);
+    int64_t heads = summaries.size(1), blocks = summaries.size(2), parts = summaries.size(3);
+    bool int8 = summaries.scalar_type() == ScalarType::Char;
+    check.strided(query, "query", kModel, {ANY, ANY, ANY, ANY});
+    TORCH_CHECK_VALUE(query.size(1) % heads == 0, "oasis_hf.score: `query` has ", query.size(1),
+                      " heads, no multiple of the ", heads, " of `summaries`.");
+    const ScalarType types[] = {ScalarType::Char, query.scalar_type()};
+    check.strided(summaries, "summaries", types, {rows, heads, blocks, parts, 2, dim});
+    int64_t cap = heads > 1 ? summaries.stride(1) / (parts * 2 * dim) : std::max<int64_t>(blocks, 1);
+    if (heads == 1 && rows > 1) cap = summaries.stride(0) / (parts * 2 * dim);
+    TORCH_CHECK_VALUE(blocks <= 1 || summaries.stride(2) == parts * 2 * dim, "oasis_hf.score: `summaries` must have ",
+                      "contiguous blocks, not strides ", summaries.strides(), ".");
+    TORCH_CHECK_VALUE(rows == 1 || heads == 1 || summaries.stride(0) == heads * summaries.stride(1),
+                      "oasis_hf.score: rows of `summaries` must follow each other, not strides ", summaries.strides(),
+                      ".");
+    if (int8) {
+        check_shape(op, "scales", scales.value(), kHalf, {rows, heads, blocks, parts, 2});
+        TORCH_CHECK_VALUE(scales->device() == query.device(), "oasis_hf.score: `scales` must be on ", query.device());
+        TORCH_CHECK_VALUE((heads == 1 || scales->stride(1) == cap * parts * 2) &&
+                              (rows == 1 || scales->stride(0) == heads * cap * parts * 2),
+                          "oasis_hf.score: `scales` must be laid out as `summaries` are, not strides ",
+                          scales->strides(), ".");
+    }
+    check.dense(closed, "closed", kLong, {rows});
+    check.dense(weights, "weights", kFloat, {rows, tokens});
+    check.dense(out, "out", kFloat, {rows, heads, blocks});
+    int group = query.size(1) / heads;
+    int64_t need = oasis::score_scratch(rows, heads, group, tokens, blocks, parts);
+    check.dense(scratch, "scratch", kBytes, {ANY});
+    TORCH_CHECK_VALUE(scratch.numel() >= need, "oasis_hf.score: `scratch` must hold ", need, " bytes, not ",
+                      scratch.numel(), ".");
+    check.on_gpu();
+    launched(op, oasis::score(query.data_ptr(), query.stride(0), query.stride(1), query.stride(2),
+                              summaries.data_ptr(), pointer<void>(scales), closed.data_ptr<int64_t>(),
+                              weights.data_ptr<float>(), rows, heads, group, tokens, dim, blocks, cap, parts, int8,
+                              scorer_of(op, scorer), half_range, reduction_of(op, reduction), scaling, sink_blocks,
+                              recent_blocks, out.data_ptr<float>(), scratch.data_ptr(), dtype_of(query),
+                              as_stream(stream)));
+}
+
+void select_blocks(const Tensor& scores, const Tensor& table, const Tensor& last_selected, const Tensor& lengths,
+                   const Tensor& order, const Tensor& step, const OptionalTensor& fresh, const Tensor& plan_block,
+                   const Tensor& plan_slot, const Tensor& counts, const OptionalTensor& wasted, int64_t stream) {
+    const char* op = "select";
+    Checker check(op, scores, "scores");
+    rank(op, "scores", scores, 3);
+    rank(op, "table", table, 3);
+    rank(op, "plan_block", plan_block, 3);
+    int64_t rows = scores.size(0), heads = scores.size(1), blocks = scores.size(2), slots = table.size(2);
+    int64_t cap = plan_block.size(2);
+    check.dense(scores, "scores", kFloat, {ANY, ANY, ANY});
+    check.dense(table, "table", kLong, {rows, heads, ANY});
+    check.dense(last_selected, "last_selected", kLong, {rows, heads, slots});
+    check.dense(lengths, "lengths", kLong, {rows});
+    check.dense(order, "order", kLong, {slots});
+    check.dense(step, "step", kLong, {});
+    if (fresh) check.dense(*fresh, "fresh", kBool, {rows, heads, slots});
+    check.dense(plan_block, "plan_block", kLong, {rows, heads, ANY});
+    check.dense(plan_slot, "plan_slot", kLong, {rows, heads, cap});
+    check.dense(counts, "counts", kLong, {3, heads});
+    if (wasted) check.dense(*wasted, "wasted", kLong, {heads});
+    check.on_gpu();
+    launched(op, oasis::select(scores.data_ptr<float>(), table.data_ptr<int64_t>(), last_selected.data_ptr<int64_t>(),
+                               lengths.data_ptr<int64_t>(), order.data_ptr<int64_t>(), step.data_ptr<int64_t>(),
+                               pointer<bool>(fresh), rows, heads, blocks, slots, cap, plan_block.data_ptr<int64_t>(),
+                               plan_slot.data_ptr<int64_t>(), counts.data_ptr<int64_t>(), pointer<int64_t>(wasted),
+                               as_stream(stream)));
+}
+
+// Slots of a buffer [B, H, TAIL + S*16, D].
+int64_t slots_of(const char* op, const Tensor& keys) {
+    int64_t length = keys.size(2) - oasis::TAIL;
+    TORCH_CHECK_VALUE(length >= 0 && length % oasis::BLOCK == 0, "oasis_hf.", op, ": `keys` must hold ", oasis::TAIL,
+                      " tail entries and whole slots of ", oasis::BLOCK, ", not ", keys.size(2), " entries.");
+    return length / oasis::BLOCK;
+}
+
+void gather(const Tensor& pages, const Tensor& page_table, const Tensor& keys, const Tensor& values,
+            const Tensor& plan_block, const Tensor& plan_slot, int64_t ctas, int64_t stream) {
+    const char* op = "gather";
+    Checker check(op, keys, "keys");
+    rank(op, "keys", keys, 4);
+    int64_t rows = keys.size(0), heads = keys.size(1), dim = keys.size(-1), slots = slots_of(op, keys);
+    check.dense(keys, "keys", kPages, {ANY, ANY, ANY, ANY});
+    check.dense(values, "values", keys.scalar_type(), keys.sizes());
+    check.reachable(pages, "pages", keys.scalar_type(), {ANY, 2, oasis::BLOCK, dim});
+    TORCH_CHECK_VALUE(pages.is_contiguous(), "oasis_hf.gather: `pages` must be contiguous.");
+    check.reachable(page_table, "page_table", kLong, {rows, heads, ANY});
+    TORCH_CHECK_VALUE(page_table.size(2) <= 1 || page_table.stride(2) == 1,
+                      "oasis_hf.gather: `page_table` must have contiguous blocks, not strides ", page_table.strides());
+    check.dense(plan_block, "plan_block", kLong, {rows, heads, ANY});
+    check.dense(plan_slot, "plan_slot", kLong, {rows, heads, plan_block.size(2)});
+    check.on_gpu();
+    launched(op, oasis::gather(pages.data_ptr(), page_table.data_ptr<int64_t>(), page_table.stride(0),
+                               page_table.stride(1), keys.data_ptr(), values.data_ptr(),
+                               plan_block.data_ptr<int64_t>(), plan_slot.data_ptr<int64_t>(), rows, heads, slots,
+                               plan_block.size(2), dim, keys.element_size(), ctas, as_stream(stream)));
+}
+
+void append(const Tensor& keys, const Tensor& values, const Tensor& table, const Tensor& last_selected,
+            const Tensor& lengths, const Tensor& order, const Tensor& new_keys, const Tensor& new_values,
+            const Tensor& step, const OptionalTensor& fresh, const OptionalTensor& slot, const OptionalTensor& evicted,
+            const OptionalTensor& wasted, const OptionalTensor& pages, const OptionalTensor& page_table,
+            const OptionalTensor& summaries, const OptionalTensor& scales, const std::string& scorer, int64_t stream) {
+    const char* op = "append";
+    Checker check(op, keys, "keys");
+    rank(op, "keys", keys, 4);
+    int64_t rows = keys.size(0), heads = keys.size(1), dim = keys.size(-1), slots = slots_of(op, keys);
+    check.dense(keys, "keys", kModel, {ANY, ANY, ANY, ANY});
+    check.dense(values, "values", keys.scalar_type(), keys.sizes());
+    check.dense(table, "table", kLong, {rows, heads, slots});
+    check.dense(last_selected, "last_selected", kLong, {rows, heads, slots});
+    check.dense(lengths, "lengths", kLong, {rows});
+    check.dense(order, "order", kLong, {slots});
+    check.strided(new_keys, "new_keys", keys.scalar_type(), {rows, heads, dim});
+    check.strided(new_values, "new_values", keys.scalar_type(), {rows, heads, dim});
+    TORCH_CHECK_VALUE(new_keys.strides() == new_values.strides(),
+                      "oasis_hf.append: `new_values` must have the strides of `new_keys`.");
+    check.dense(step, "step", kLong, {});
+    if (fresh) check.dense(*fresh, "fresh", kBool, {rows, heads, slots});
+    if (slot) check.dense(*slot, "slot", kLong, {rows, heads});
+    if (evicted) check.dense(*evicted, "evicted", kBool, {rows, heads});
+    if (wasted) check.dense(*wasted, "wasted", kLong, {heads});
+    TORCH_CHECK_VALUE(pages.has_value() == page_table.has_value(),
+                      "oasis_hf.append: `pages` and `page_table` go together.");
+    if (pages) {
+        check.reachable(*pages, "pages", keys.scalar_type(), {ANY, 2, oasis::BLOCK, dim});
+        check.reachable(*page_table, "page_table", kLong, {rows, heads, ANY});
+    }
+    bool int8 = summaries && summaries->scalar_type() == ScalarType::Char;
+    int64_t cap = 0, parts = 1;
+    if (summaries) {
+        rank(op, "summaries", *summaries, 6);
+        parts = summaries->size(3), cap = summaries->size(2);
+        const ScalarType types[] = {ScalarType::Char, keys.scalar_type()};
+        check.dense(*summaries, "summaries", types, {rows, heads, ANY, ANY, 2, dim});
+        if (int8) check.dense(scales.value(), "scales", kHalf, {rows, heads, cap, parts, 2});
+    }
+    check.on_gpu();
+    launched(op, oasis::append(keys.data_ptr(), values.data_ptr(), table.data_ptr<int64_t>(),
+                               last_selected.data_ptr<int64_t>(), lengths.data_ptr<int64_t>(),
+                               order.data_ptr<int64_t>(), new_keys.data_ptr(), new_values.data_ptr(),
+                               new_keys.stride(0), new_keys.stride(1), step.data_ptr<int64_t>(), pointer<bool>(fresh),
+                               rows, heads, slots, dim, pointer<int64_t>(slot), pointer<bool>(evicted),
+                               pointer<int64_t>(wasted), pointer<void>(pages), pointer<int64_t>(page_table),
+                               pages ? page_table->stride(0) : 0, pages ? page_table->stride(1) : 0,
+                               pointer<void>(summaries), int8 ? pointer<void>(scales) : nullptr, cap, parts, int8,
+                               scorer_of(op, scorer), dtype_of(keys), as_stream(stream)));
+}
+
+void attend(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& table, const Tensor& lengths,
+            const Tensor& tail_mask, double scaling, const OptionalTensor& sinks, const Tensor& out,
+            const Tensor& scratch, int64_t stream) {
+    const char* op = "attend";
+    Checker check(op, query, "query");
+    rank(op, "query", query, 4);
+    rank(op, "keys", keys, 4);
+    int64_t rows = query.size(0), tokens = query.size(2), dim = query.size(-1);
+    int64_t heads = keys.size(1), slots = slots_of(op, keys);
+    check.strided(query, "query", kModel, {ANY, ANY, ANY, ANY});
+    TORCH_CHECK_VALUE(query.size(1) % heads == 0, "oasis_hf.attend: `query` has ", query.size(1),
+                      " heads, no multiple of the ", heads, " of `keys`.");
+    check.dense(keys, "keys", query.scalar_type(), {rows, heads, ANY, dim});
+    check.dense(values, "values", query.scalar_type(), keys.sizes());
+    check.dense(table, "table", kLong, {rows, heads, slots});
+    check.dense(lengths, "lengths", kLong, {rows});
+    check.dense(tail_mask, "tail_mask", kBool, {tokens, oasis::TAIL});
+    if (sinks) check.dense(*sinks, "sinks", kFloat, {query.size(1)});
+    check.dense(out, "out", query.scalar_type(), query.sizes());
+    int group = query.size(1) / heads;
+    int64_t need = oasis::attend_scratch(rows, heads, group, tokens, slots, dim);
+    check.dense(scratch, "scratch", kBytes, {ANY});
+    TORCH_CHECK_VALUE(scratch.numel() >= need, "oasis_hf.attend: `scratch` must hold ", need, " bytes, not ",
+                      scratch.numel(), ".");
+    check.on_gpu();
+    launched(op, oasis::attend(query.data_ptr(), query.stride(0), query.stride(1), query.stride(2), keys.data_ptr(),
+                               values.data_ptr(), table.data_ptr<int64_t>(), lengths.data_ptr<int64_t>(),
+                               tail_mask.data_ptr<bool>(), scaling, pointer<float>(sinks), rows, heads, group, tokens,
+                               slots, dim, out.data_ptr(), scratch.data_ptr(), dtype_of(query), as_stream(stream)));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    m.def("summarize", &summarize);
+    m.def("score", &score);
+    m.def("select", &select_blocks);
+    m.def("gather", &gather);
+    m.def("append", &append);
+    m.def("attend", &attend);
+    m.def("score_scratch", &oasis::score_scratch);
+    m.def("score_counters", &oasis::score_counters);
+    m.def("attend_scratch", &oasis::attend_scratch);
+    m.def("attend_counters", &oasis::attend_counters);
+}

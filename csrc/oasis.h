@@ -1,0 +1,87 @@
+// The operators' C++ interface: raw device pointers, sizes and a stream, no torch. What each computes is said in
+// oasis_hf/ops/reference.py, the specification; here stand layouts and what is different on a GPU.
+//
+// Sizes: B rows, Hq / H query / KV heads, G = Hq / H, T query tokens, D head_dim (64, 80, 96, 128 or 256), S slots,
+// N blocks, P parts a block (1, 2, 4), C the fetch cap. Strides are in elements. Tensors without strides are contiguous.
+// Nothing here synchronises, allocates, or reads a value back; every launch goes to `stream` and can be captured.
+// Each function returns cudaSuccess or the first error of its launches; sizes it can't take give cudaErrorInvalidValue.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace oasis {
+
+constexpr int BLOCK = 16;
+constexpr int TAIL = 8;
+constexpr int MAX_TOKENS = 16;  // query tokens of `score`: recent ones and drafts
+
+enum class Dtype : int { bf16 = 0, f16 = 1 };
+enum class Scorer : int { minmax = 0, midrange = 1 };
+enum class Reduction : int { max = 0, mean = 1, softmax_mean = 2 };
+
+// Summaries of `blocks` consecutive closed blocks for each of `outer` (row, head) pairs.
+// keys: [outer, blocks, 16, D], outer stride given. out: int8 or Dtype, [outer, blocks, P, 2, D], stride out_stride
+// elements per outer; scales: [outer, blocks, P, 2] fp16, stride scale_stride, null unless int8.
+// Floor: bytes = keys read once + summaries written once; operations negligible.
+cudaError_t summarize(const void* keys, int64_t outer, int64_t key_stride, int64_t blocks, int D, int P, Scorer scorer,
+                      bool int8, void* out, int64_t out_stride, void* scales, int64_t scale_stride, Dtype dtype,
+                      cudaStream_t stream);
+
+// query: [B, Hq, T, D] with strides (row, head, token), last dimension contiguous; T <= MAX_TOKENS.
+// summaries: [B, H, cap, P, 2, D] of which the first N blocks are looked at, int8 or Dtype; scales [B, H, cap, P, 2]
+// fp16 (int8 only); closed: [B] int64; weights: [B, T] float32; out: [B, H, N] float32.
+// scratch: score_scratch(...) bytes, of which the first score_counters(B, H) bytes are zero before the first call; the
+// kernel leaves them zero. Tokens of weight 0 are skipped where the result does not depend on them.
+// Floor: bytes = the summaries of closed blocks read once.
+int64_t score_scratch(int B, int H, int G, int T, int N, int P);
+int64_t score_counters(int B, int H);
+cudaError_t score(const void* query, int64_t q_row, int64_t q_head, int64_t q_token, const void* summaries,
+                  const void* scales, const int64_t* closed, const float* weights, int B, int H, int G, int T, int D,
+                  int N, int64_t cap, int P, bool int8, Scorer scorer, float half_range, Reduction reduction,
+                  float scaling, int sink_blocks, int recent_blocks, float* out, void* scratch, Dtype dtype,
+                  cudaStream_t stream);
+
+// scores: [B, H, N]. table, last_selected: [B, H, S] int64, changed in place. lengths: [B] int64. order: [S] int64.
+// step: one int64 on the device. fresh: [B, H, S] bool or null: set for admitted slots. plan_block, plan_slot:
+// [B, H, C] int64, C <= S. counts: [3, H] int64, added to (hits, fetched, capped). wasted: [H] int64 or null, added to:
+// admitted slots that were still fresh.
+// Scores are ordered as floats; among equal scores the lower block comes first. Plans list misses best score first.
+// Floor: bytes = scores and tables once.
+cudaError_t select(const float* scores, int64_t* table, int64_t* last_selected, const int64_t* lengths,
+                   const int64_t* order, const int64_t* step, bool* fresh, int B, int H, int N, int S, int C,
+                   int64_t* plan_block, int64_t* plan_slot, int64_t* counts, int64_t* wasted, cudaStream_t stream);
+
+// pages: [pages, 2, 16, D] in host memory that the device can read (or device memory). page_table: [B, H, *] int64 with
+// strides, readable by the device. keys, values: [B, H, TAIL + S*16, D]. plan_block -1 skips. `ctas`: size of the
+// persistent grid, 0 for the measured default.
+// Floor: bytes = 2*16*D*element a planned pair over the link.
+cudaError_t gather(const void* pages, const int64_t* page_table, int64_t table_row, int64_t table_head, void* keys,
+                   void* values, const int64_t* plan_block, const int64_t* plan_slot, int B, int H, int S, int C, int D,
+                   int element, int ctas, cudaStream_t stream);
+
+// One token a row to its open block, rolling a full one (reference: append), and, where the pointers are given, to its
+// page (store's append) and, where it closes a block, that block's summary (Summaries.close).
+// keys, values: [B, H, TAIL + S*16, D]. new_keys, new_values: [B, H, D] with strides (row, head); they may lie in the
+// tail of keys/values. fresh: [B, H, S] bool or null, cleared at the slot. slot: [B, H] int64 and evicted: [B, H] bool
+// out, either may be null. wasted: [H] int64 or null, added to. pages, page_table: as in gather, written; null: none.
+// summaries, scales: [B, H, cap, P, 2, D] / [B, H, cap, P, 2], null: none.
+cudaError_t append(void* keys, void* values, int64_t* table, int64_t* last_selected, const int64_t* lengths,
+                   const int64_t* order, const void* new_keys, const void* new_values, int64_t new_row,
+                   int64_t new_head, const int64_t* step, bool* fresh, int B, int H, int S, int D, int64_t* slot,
+                   bool* evicted, int64_t* wasted, void* pages, const int64_t* page_table, int64_t table_row,
+                   int64_t table_head, void* summaries, void* scales, int64_t cap, int P, bool int8, Scorer scorer,
+                   Dtype dtype, cudaStream_t stream);
+
+// query: [B, Hq, T, D] with strides, 1 <= T <= TAIL. keys, values: [B, H, TAIL + S*16, D]. table: [B, H, S];
+// lengths: [B]; tail_mask: [T, TAIL] bool; sinks: [Hq] float32 or null; out: [B, Hq, T, D] contiguous.
+// scratch: attend_scratch(...) bytes, the first attend_counters(...) zero before the first call and left zero.
+// Floor: bytes = the working set (K and V of slots and tail) once; operations 4*T*Hq*D*(S*16) a row.
+int64_t attend_scratch(int B, int H, int G, int T, int S, int D);
+int64_t attend_counters(int B, int H);
+cudaError_t attend(const void* query, int64_t q_row, int64_t q_head, int64_t q_token, const void* keys,
+                   const void* values, const int64_t* table, const int64_t* lengths, const bool* tail_mask,
+                   float scaling, const float* sinks, int B, int H, int G, int T, int S, int D, void* out,
+                   void* scratch, Dtype dtype, cudaStream_t stream);
+
+}  // namespace oasis

@@ -1,0 +1,205 @@
+"""A whole decode step as one CUDA graph: captured once it has run as it is, replayed while nothing moves.
+
+What a graph holds are addresses. So its key is the step's shape and the address of everything a layer touches; when
+summaries or the table grow, or rows are chosen anew, the key is another and the step is captured again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .layers import OasisLayer
+from .ops import cuda
+from .pipeline import Pipeline
+from .state import Step
+
+if TYPE_CHECKING:
+    from .cache import OasisCache
+
+logger = logging.getLogger(__name__)
+
+WARM = 2
+"""Steps of a shape that run eagerly before it is captured: libraries set themselves up in them."""
+
+_PLAIN = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "logits_to_keep"}
+"""Arguments that a captured call may have; any other that is not None, False or empty makes it eager."""
+
+
+@dataclass
+class Captured:
+    """One graph. ids, positions, weights: its inputs; call, step: what it was captured with, whose tensors it reads
+    again; output: what the model returned, overwritten by every replay."""
+
+    key: tuple[Any, ...]
+    graph: torch.cuda.CUDAGraph
+    ids: torch.Tensor
+    positions: torch.Tensor
+    weights: torch.Tensor | None
+    call: dict[str, Any]
+    step: Step
+    output: Any
+
+
+class StepGraphs:
+    """The captured steps of one cache, the latest a shape.
+
+    Attributes:
+        replays: steps that were replayed. captures: graphs made.
+        refused: why the last step ran eagerly, or None.
+    """
+
+    def __init__(self) -> None:
+        self.captured: dict[tuple[Any, ...], Captured] = {}
+        self.seen: dict[tuple[Any, ...], int] = {}
+        self.replays = self.captures = 0
+        self.refused: str | None = None
+        self._broken: str | None = None
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._pipeline: Pipeline | None = None
+
+    def forget(self) -> None:
+        """Give the graphs and their memory back."""
+        self.captured.clear()
+        self.seen.clear()
+        self._pool = None
+
+    def run(
+        self, cache: "OasisCache", forward: Callable[[dict[str, Any], Step], Any], call: dict[str, Any], step: Step,
+        name: str,
+    ) -> Any:  # fmt: skip
+        """The step's output: by a replay where there is a graph for it, else eagerly.
+
+        Args:
+            forward: runs the model under a step. call: its arguments, the cache under `name`.
+        """
+        why = self._refuses(cache, call, step, name)
+        if why is not None:
+            if why != self.refused:
+                logger.info("decode steps run without a CUDA graph: %s", why)
+            self.refused = why
+            return forward(call, step)
+        self.refused = None
+        shape: tuple[Any, ...] = (step.drafts, *call["input_ids"].shape, *call["position_ids"].shape)
+        shape += (_kept(call.get("logits_to_keep")), call.get("return_dict"))
+        key = (shape, _addresses(cache))
+        self.seen[shape] = self.seen.get(shape, 0) + 1
+        have = self.captured.get(shape)
+        if have is None or have.key != key:
+            if self.seen[shape] <= WARM:
+                return forward(call, step)
+            self.captured.pop(shape, None)
+            try:
+                have = self.captured[shape] = self._capture(cache, forward, call, step, key)
+            except RuntimeError as error:
+                # Nothing has run: the step is still to be done.
+                self._broken = f"it could not be captured ({str(error).splitlines()[0]})"
+                logger.warning("decode steps run without a CUDA graph: %s", self._broken)
+                return forward(call, step)
+        have.ids.copy_(call["input_ids"])
+        have.positions.copy_(call["position_ids"])
+        if have.weights is not None and step.weights is not None:
+            have.weights.copy_(step.weights)
+        have.graph.replay()
+        self.replays += 1
+        return _copied(have.output, cache, name)
+
+    def _refuses(self, cache: "OasisCache", call: dict[str, Any], step: Step, name: str) -> str | None:
+        config = cache.state.config
+        if not config.graphs:
+            return "graphs=False"
+        if cache.device.type != "cuda":
+            return "the model is not on a CUDA device"
+        if self._broken is not None:
+            return self._broken
+        if step.mode != "decode" or step.count != 1:
+            return "it verifies a caller's own tokens"
+        if not cache.state.grows_sparse:
+            return "the working set is still growing"
+        if call.get("input_ids") is None:
+            return "the call has embeddings instead of ids"
+        if call.get("position_ids") is None:
+            return "the call has no position_ids"
+        other = [
+            key for key, value in call.items()
+            if key not in _PLAIN and key != name and not (value is None or value is False or value == {})
+        ]  # fmt: skip
+        if other:
+            return f"the call has {', '.join(sorted(other))}"
+        for layer in cache.layers:
+            if not isinstance(layer, OasisLayer):
+                return "the model has sliding-window layers"
+            if layer.device != cache.device:
+                return "layers are on several devices"
+            if not cuda.serves(layer.working_set.keys):
+                return "the compiled operators don't serve this model's dtype and head_dim here"
+            if layer.store.device_pages(layer.index) is None:
+                return f"store={config.store!r}"
+        if config.lookahead == "none" and (config.sink_blocks or config.recent_blocks):
+            return "lookahead='none' keeps sink or recent blocks"
+        return None
+
+    def _capture(
+        self, cache: "OasisCache", forward: Callable[[dict[str, Any], Step], Any], call: dict[str, Any], step: Step,
+        key: tuple[Any, ...],
+    ) -> Captured:  # fmt: skip
+        device = cache.device
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+            self._pool = torch.cuda.graph_pool_handle()
+            self._pipeline = Pipeline(device)
+        graph = torch.cuda.CUDAGraph()
+        ids, positions = call["input_ids"].clone(), call["position_ids"].clone()
+        weights = None if step.weights is None else step.weights.to(device, copy=True).contiguous()
+        call = {**call, "input_ids": ids, "position_ids": positions}
+        step.weights, step.captured = weights, True
+        step.pipeline = self._pipeline
+        step.tail_mask(device)  # made from the host, so before
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    output = forward(call, step)
+                    if step.pipeline is not None:
+                        step.pipeline.join()
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            step.captured, step.pipeline = False, None
+            raise
+        torch.cuda.current_stream(device).wait_stream(self._stream)
+        self.captures += 1
+        return Captured(key, graph, ids, positions, weights, call, step, output)
+
+
+def _kept(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+
+
+def _addresses(cache: "OasisCache") -> tuple[int, ...]:
+    state = cache.state
+    out = [state.clock(cache.device).data_ptr(), state.need_rows().lengths(cache.device).data_ptr()]
+    for layer in cache.sparse_layers:
+        out += layer.addresses()
+    return tuple(out)
+
+
+def _copied(output: Any, cache: "OasisCache", name: str) -> Any:
+    """The output with tensors of its own: the next replay writes over the graph's."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.clone()
+        if isinstance(value, tuple):
+            return tuple(copy(item) for item in value)
+        return value
+
+    if isinstance(output, tuple):
+        return tuple(copy(value) for value in output)
+    return type(output)(**{key: copy(value) for key, value in output.items()})

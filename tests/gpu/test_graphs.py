@@ -1,0 +1,75 @@
+"""A captured step is the eager step: same tokens, same logits, whatever happens to the cache between steps."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_generate import generate
+from test_model import KNOBS, model, on_gpu  # noqa: F401
+from tiny import left_padded, prompt
+
+from oasis_hf import OasisCache
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def same(a, b):
+    assert torch.equal(a.sequences, b.sequences)
+    for mine, theirs in zip(a.logits, b.logits, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0.0, rtol=0.0)
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+def test_captured_is_eager(model, knobs):  # noqa: F811
+    inputs = on_gpu(left_padded([150, 200, 171]))
+    captured, eager = (OasisCache(model, budget=112, graphs=graphs, **knobs) for graphs in (True, False))
+    same(*(generate(model, inputs, cache, max_new_tokens=80) for cache in (captured, eager)))
+    assert captured.graphs.refused is None and captured.graphs.replays > 30 and captured.graphs.captures <= 4
+    assert eager.graphs.refused == "graphs=False" and eager.graphs.replays == 0
+    for name, value in captured.stats().items():
+        assert torch.equal(value, eager.stats()[name]), name
+
+
+def test_a_replay_follows_what_happened_to_the_cache(model):  # noqa: F811
+    """Crop, branch, new rows, a second turn: the addresses change, and the step is captured anew."""
+
+    def live(graphs):
+        cache = OasisCache(model, budget=112, graphs=graphs)
+        ids = prompt(2, 200).cuda()
+        out = [generate(model, ids, cache, max_new_tokens=30)]
+        branch = copy.deepcopy(cache)
+        more = torch.cat((out[0].sequences, prompt(2, 40, 5).cuda()), 1)
+        out.append(generate(model, more, cache, max_new_tokens=30))
+        out.append(generate(model, more, branch, max_new_tokens=30))
+        cache.crop(-20)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        again = out[1].sequences[[1, 0], : cache.get_seq_length() + 1]
+        out.append(generate(model, again, cache, max_new_tokens=30))
+        return out, cache
+
+    (one, cache), (two, _) = live(True), live(False)
+    for a, b in zip(one, two):
+        same(a, b)
+    assert cache.graphs.replays > 60
+
+
+def test_many_steps_keep_memory_and_graphs_bounded(model):  # noqa: F811
+    cache = OasisCache(model, budget=112)
+    generate(model, prompt(1, 200).cuda(), cache, max_new_tokens=600)
+    before = torch.cuda.memory_reserved()
+    ids = torch.cat((prompt(1, 200), prompt(1, 600, 3)), 1).cuda()
+    cache.reset()
+    generate(model, ids, cache, max_new_tokens=300)
+    assert len(cache.graphs.captured) <= 2
+    assert torch.cuda.memory_reserved() <= before + (64 << 20)
+
+
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(model):  # noqa: F811
+    cache = OasisCache(model, budget=112, store="resident")
+    generate(model, prompt(1, 150).cuda(), cache, max_new_tokens=5)
+    assert cache.graphs.refused == "store='resident'"
+    cache = OasisCache(model, budget=112)
+    generate(model, prompt(1, 150).cuda(), cache, max_new_tokens=8, output_hidden_states=True)
+    assert "output_hidden_states" in cache.graphs.refused
