@@ -6,7 +6,8 @@
 //
 // Both scorers are two dot products with exact operands: q+ . max + q- . min, or q . mid + lambda * |q| . half. Parts
 // are the 16 rows of an mma, query rows (active token x head of the group) its 8 columns, and each vector has its own
-// accumulator, so that scales, lambda and the attention's scaling are applied to fp32 sums.
+// accumulator, so that scales, lambda and the attention's scaling are applied to fp32 sums. int8 is widened to fp16,
+// and a query row of bf16 is then scaled by a power of two: what that rounds off is 2^-35 of the row's largest.
 //
 // A dot product does not mind a permutation of k that both operands share, so a thread's share of a vector is 16
 // contiguous bytes, and it multiplies exactly the bytes that it has copied itself: the ring of cp.async stages in
@@ -545,7 +546,8 @@ __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) score_kernel(const __gri
             __threadfence();
             __syncthreads();
             // The counter wraps to 0 by itself.
-            if (thread_index() == 0) is_last = atomicInc(a.counters + w.item.pair, a.splits - 1) == unsigned(a.splits - 1);
+            const unsigned before_last = a.splits - 1;
+            if (thread_index() == 0) is_last = atomicInc(a.counters + w.item.pair, before_last) == before_last;
             __syncthreads();
             if (!is_last) continue;
             __threadfence();

@@ -160,6 +160,9 @@ class StepGraphs:
         step.weights, step.captured = weights, True
         step.pipeline = self._pipeline
         step.tail_mask(device)  # made from the host, so before
+        cuda.reserve(self._stream)
+        if self._pipeline is not None:
+            cuda.reserve(self._pipeline.stream)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(self._stream):

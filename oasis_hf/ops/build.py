@@ -170,7 +170,8 @@ def build(archs: Sequence[str] | None = None, to: Path | None = None) -> Path:
         objects = compile_kernels(to / "kernels", archs)
         libraries = next((home / lib for lib in ("lib64", "lib") if (home / lib).is_dir()), home / "lib64")
         bindings = to / "bindings"
-        bindings.mkdir(exist_ok=True)
+        shutil.rmtree(bindings, ignore_errors=True)
+        bindings.mkdir()
         try:
             load(
                 NAME,
@@ -187,7 +188,8 @@ def build(archs: Sequence[str] | None = None, to: Path | None = None) -> Path:
             raise BuildError(
                 f"The operators' bindings could not be built; the compiler's words are in {log}."
             ) from error
-        os.replace(bindings / f"{NAME}.so", built)
+        # torch adds a version to the name where a process builds twice.
+        os.replace(next(bindings.glob(f"{NAME}*.so")), built)
     return built
 
 

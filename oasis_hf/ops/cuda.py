@@ -75,6 +75,19 @@ def _buffer(op: str, like: torch.Tensor, size: int, counters: int) -> torch.Tens
     return have
 
 
+def reserve(stream: torch.cuda.Stream) -> None:
+    """Scratch for a stream on which steps will be captured, as large as the current stream's and some more: what is
+    made inside a capture is zeroed by that graph's replays only."""
+    device, current = stream.device, torch.cuda.current_stream(stream.device).cuda_stream
+    for (op, where, owner, counters), have in list(_scratch.items()):
+        key = (op, where, stream.cuda_stream, counters)
+        size = have.numel() + max(have.numel() // 4, 1 << 20)
+        if where == device and owner == current and (key not in _scratch or _scratch[key].numel() < size):
+            if key in _scratch:
+                _retired.append(_scratch[key])
+            _scratch[key] = torch.zeros(size, dtype=torch.uint8, device=device)
+
+
 def _lines(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if its strides suit the operators, else a contiguous copy."""
     unit = 16 // tensor.element_size()
