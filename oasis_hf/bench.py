@@ -8,6 +8,7 @@ pool of `pool_gib`, which the link can't tell.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from . import __version__
 from .cache import OasisCache
 from .config import BLOCK, ConfigError, OasisConfig
 from .layers import OasisLayer
@@ -228,6 +230,10 @@ def main(args: argparse.Namespace) -> int:
     Console(width=110).print(table)
     if args.json:
         rows_out = [{**asdict(one), "tokens_per_second": one.tokens_per_second} for one in readings]
-        told = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "context": args.context, **knobs}
+        told = {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
+            "oasis_hf": __version__, "shape": args.shape, "context": args.context, **knobs,
+        }  # fmt: skip
         args.json.write_text(json.dumps({**told, "forced_misses": True, "rows": rows_out}, indent=1) + "\n")
     return 0

@@ -209,10 +209,11 @@ class OasisLayer(CacheLayerMixin):
     def _remember(self, query: torch.Tensor) -> None:
         assert self.recent is not None
         recent = torch.cat((self.recent, query), 2)[:, :, -self.state.window :]
-        if self.state.step is not None and self.state.step.captured:
-            self.recent.copy_(recent)  # a replay finds it where it was
+        step = self.state.step
+        if step is not None and not step.captured:
+            self.recent = recent  # an interrupted forward puts the old one back
         else:
-            self.recent = recent
+            self.recent.copy_(recent)  # a replay finds it where it was
 
     def _fetch(self, why: str, queries: torch.Tensor, weights: torch.Tensor, lengths: torch.Tensor, cap: int) -> None:
         """Score, select and gather (in the pipeline's order), counting what moved under `why`."""

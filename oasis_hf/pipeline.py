@@ -34,5 +34,8 @@ class Pipeline:
             yield
 
     def join(self) -> None:
+        """The current stream waits for all that was issued beside it (if nothing was, a capture must not wait)."""
+        if not self._held:
+            return
         torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         self._held.clear()

@@ -26,7 +26,7 @@ def test_captured_is_eager(model, knobs):  # noqa: F811
     inputs = on_gpu(left_padded([150, 200, 171]))
     captured, eager = (OasisCache(model, budget=112, graphs=graphs, **knobs) for graphs in (True, False))
     same(*(generate(model, inputs, cache, max_new_tokens=80) for cache in (captured, eager)))
-    assert captured.graphs.refused is None and captured.graphs.replays > 30 and captured.graphs.captures <= 4
+    assert captured.graphs.refused is None and captured.graphs.replays > 20 and captured.graphs.captures <= 4
     assert eager.graphs.refused == "graphs=False" and eager.graphs.replays == 0
     for name, value in captured.stats().items():
         assert torch.equal(value, eager.stats()[name]), name
