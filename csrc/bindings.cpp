@@ -47,6 +47,11 @@ void rank(const char* op, const char* name, const Tensor& t, int64_t dims) {
                       describe(t), ".");
 }
 
+const Tensor& given(const char* op, const OptionalTensor& scales) {
+    TORCH_CHECK_VALUE(scales.has_value(), "oasis_hf.", op, ": `scales` must be given with int8 summaries.");
+    return *scales;
+}
+
 // One call's tensors all live on the device of its first one; that it is a GPU is asked last, so that everything else
 // can be tested without one.
 class Checker {
@@ -147,7 +152,13 @@ void summarize(const Tensor& keys, const std::string& scorer, int64_t parts, con
     bool int8 = out.scalar_type() == ScalarType::Char;
     const ScalarType types[] = {ScalarType::Char, keys.scalar_type()};
     check.strided(out, "out", types, {outer, blocks, parts, 2, dim});
-    if (int8) check_shape(op, "scales", scales.value(), kHalf, {outer, blocks, parts, 2});
+    if (int8) {
+        const Tensor& t = given(op, scales);
+        check_shape(op, "scales", t, kHalf, {outer, blocks, parts, 2});
+        TORCH_CHECK_VALUE(t.stride(3) == 1 && (parts == 1 || t.stride(2) == 2) &&
+                              (blocks == 1 || t.stride(1) == 2 * parts),
+                          "oasis_hf.summarize: `scales` must have contiguous blocks, not strides ", t.strides(), ".");
+    }
     check.on_gpu();
     launched(op, oasis::summarize(keys.data_ptr(), outer, keys.stride(0), blocks, dim, parts, scorer_of(op, scorer),
                                   int8, out.data_ptr(), out.stride(0), pointer<void>(scales),
@@ -178,7 +189,7 @@ void score(const Tensor& query, const Tensor& summaries, const OptionalTensor& s
                       "oasis_hf.score: rows of `summaries` must follow each other, not strides ", summaries.strides(),
                       ".");
     if (int8) {
-        check_shape(op, "scales", scales.value(), kHalf, {rows, heads, blocks, parts, 2});
+        check_shape(op, "scales", given(op, scales), kHalf, {rows, heads, blocks, parts, 2});
         TORCH_CHECK_VALUE(scales->device() == query.device(), "oasis_hf.score: `scales` must be on ", query.device());
         TORCH_CHECK_VALUE((heads == 1 || scales->stride(1) == cap * parts * 2) &&
                               (rows == 1 || scales->stride(0) == heads * cap * parts * 2),
@@ -298,7 +309,7 @@ void append(const Tensor& keys, const Tensor& values, const Tensor& table, const
         parts = summaries->size(3), cap = summaries->size(2);
         const ScalarType types[] = {ScalarType::Char, keys.scalar_type()};
         check.dense(*summaries, "summaries", types, {rows, heads, ANY, ANY, 2, dim});
-        if (int8) check.dense(scales.value(), "scales", kHalf, {rows, heads, cap, parts, 2});
+        if (int8) check.dense(given(op, scales), "scales", kHalf, {rows, heads, cap, parts, 2});
     }
     check.on_gpu();
     launched(op, oasis::append(keys.data_ptr(), values.data_ptr(), table.data_ptr<int64_t>(),
