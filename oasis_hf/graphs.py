@@ -6,6 +6,7 @@ summaries or the table grow, or rows are chosen anew, the key is another and the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,23 +27,27 @@ logger = logging.getLogger(__name__)
 WARM = 2
 """Steps of a shape that run eagerly before it is captured: libraries set themselves up in them."""
 
+_CACHE = object()
+"""Stands for the cache among a captured output's fields."""
+
 _PLAIN = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "logits_to_keep"}
 """Arguments that a captured call may have; any other that is not None, False or empty makes it eager."""
 
 
 @dataclass
 class Captured:
-    """One graph. ids, positions, weights: its inputs; call, step: what it was captured with, whose tensors it reads
-    again; output: what the model returned, overwritten by every replay."""
+    """One graph. ids, positions, weights: its inputs. kind, output: the type and the fields of what the model returned,
+    overwritten by every replay. held: what it was captured with, whose tensors it reads again. The cache is in none of
+    them: it owns this, and a cycle would keep its pages until a collection."""
 
     key: tuple[Any, ...]
     graph: torch.cuda.CUDAGraph
     ids: torch.Tensor
     positions: torch.Tensor
     weights: torch.Tensor | None
-    call: dict[str, Any]
-    step: Step
-    output: Any
+    kind: type
+    output: dict[Any, Any]
+    held: tuple[Any, ...]
 
 
 class StepGraphs:
@@ -95,7 +100,7 @@ class StepGraphs:
                 return forward(call, step)
             self.captured.pop(shape, None)
             try:
-                have = self.captured[shape] = self._capture(cache, forward, call, step, key)
+                have = self.captured[shape] = self._capture(cache, forward, call, step, key, name)
             except RuntimeError as error:
                 # Nothing has run: the step is still to be done.
                 self._broken = f"it could not be captured ({str(error).splitlines()[0]})"
@@ -107,16 +112,16 @@ class StepGraphs:
             have.weights.copy_(step.weights)
         have.graph.replay()
         self.replays += 1
-        return _copied(have.output, cache, name)
+        return _returned(have, cache)
 
     def _refuses(self, cache: "OasisCache", call: dict[str, Any], step: Step, name: str) -> str | None:
         config = cache.state.config
         if not config.graphs:
             return "graphs=False"
-        if cache.device.type != "cuda":
-            return "the model is not on a CUDA device"
         if self._broken is not None:
             return self._broken
+        if cache.device.type != "cuda":
+            return "the model is not on a CUDA device"
         if step.mode != "decode" or step.count != 1:
             return "it verifies a caller's own tokens"
         if not cache.state.grows_sparse:
@@ -146,13 +151,12 @@ class StepGraphs:
 
     def _capture(
         self, cache: "OasisCache", forward: Callable[[dict[str, Any], Step], Any], call: dict[str, Any], step: Step,
-        key: tuple[Any, ...],
+        key: tuple[Any, ...], name: str,
     ) -> Captured:  # fmt: skip
         device = cache.device
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+        if self._stream is None or self._pipeline is None:
+            self._stream, self._pipeline = torch.cuda.Stream(device), Pipeline(device)
             self._pool = torch.cuda.graph_pool_handle()
-            self._pipeline = Pipeline(device)
         graph = torch.cuda.CUDAGraph()
         ids, positions = call["input_ids"].clone(), call["position_ids"].clone()
         weights = None if step.weights is None else step.weights.to(device, copy=True).contiguous()
@@ -160,25 +164,33 @@ class StepGraphs:
         step.weights, step.captured = weights, True
         step.pipeline = self._pipeline
         step.tail_mask(device)  # made from the host, so before
-        cuda.reserve(self._stream)
-        if self._pipeline is not None:
-            cuda.reserve(self._pipeline.stream)
+        streams = (self._stream, self._pipeline.stream)
+        for stream in streams:
+            cuda.reserve(stream)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     output = forward(call, step)
-                    if step.pipeline is not None:
-                        step.pipeline.join()
-                finally:
-                    graph.capture_end()
+                    self._pipeline.join()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         except BaseException:
             step.captured, step.pipeline = False, None
             raise
+        finally:
+            self._pipeline.forget()
+            scratch = [tensor for stream in streams for tensor in cuda.take(stream)]
         torch.cuda.current_stream(device).wait_stream(self._stream)
         self.captures += 1
-        return Captured(key, graph, ids, positions, weights, call, step, output)
+        del call[name]
+        fields = dict(enumerate(output)) if isinstance(output, tuple) else dict(output.items())
+        fields = {key: _CACHE if value is cache else value for key, value in fields.items()}
+        return Captured(key, graph, ids, positions, weights, type(output), fields, (call, step, scratch))
 
 
 def _kept(value: Any) -> Any:
@@ -193,16 +205,17 @@ def _addresses(cache: "OasisCache") -> tuple[int, ...]:
     return tuple(out)
 
 
-def _copied(output: Any, cache: "OasisCache", name: str) -> Any:
+def _returned(have: Captured, cache: "OasisCache") -> Any:
     """The output with tensors of its own: the next replay writes over the graph's."""
 
     def copy(value: Any) -> Any:
+        if value is _CACHE:
+            return cache
         if isinstance(value, torch.Tensor):
             return value.clone()
         if isinstance(value, tuple):
             return tuple(copy(item) for item in value)
         return value
 
-    if isinstance(output, tuple):
-        return tuple(copy(value) for value in output)
-    return type(output)(**{key: copy(value) for key, value in output.items()})
+    fields = {key: copy(value) for key, value in have.output.items()}
+    return tuple(fields.values()) if have.kind is tuple else have.kind(**fields)

@@ -38,4 +38,8 @@ class Pipeline:
         if not self._held:
             return
         torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what is held: the capture that used it is over."""
         self._held.clear()

@@ -32,11 +32,10 @@ def captures(monkeypatch, cache):
     """Captures without CUDA: the inputs' copies and a marked output."""
     made = []
 
-    def capture(self, cache, forward, call, step, key):
-        output = (torch.full((1, 1, 3), float(len(made))),)
-        one = graphs.Captured(
-            key, Played(), call["input_ids"].clone(), call["position_ids"].clone(), step.weights, call, step, output
-        )
+    def capture(self, cache, forward, call, step, key, name):
+        output = {0: torch.full((1, 1, 3), float(len(made))), 1: graphs._CACHE}
+        inputs = call["input_ids"].clone(), call["position_ids"].clone(), step.weights
+        one = graphs.Captured(key, Played(), *inputs, tuple, output, (step,))
         made.append(one)
         self.captures += 1
         return one
@@ -75,7 +74,7 @@ def test_a_shape_is_captured_after_it_ran_twice_and_then_replayed_with_new_input
     assert captures[0].weights.tolist() == [[0.0, 2.0]]
     # The caller keeps what it was given, whatever the next replay writes.
     captures[0].output[0].fill_(99)
-    assert out[0].tolist() == [[[0.0] * 3]]
+    assert out[0].tolist() == [[[0.0] * 3]] and out[1] is cache
 
 
 def test_another_address_or_shape_is_another_graph(cache, captures):
@@ -117,3 +116,91 @@ def test_addresses_change_when_something_is_made_anew(cache):
     assert before != after and len(before) == len(after)
     cache.batch_repeat_interleave(2)
     assert graphs._addresses(cache) != after
+
+
+class Fake:
+    """CUDA's streams and graphs as far as a capture needs them; what is captured simply runs."""
+
+    def __init__(self, device=None):
+        self.device, self.cuda_stream, self.calls = torch.device("cpu"), 7, []
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.calls.append(name)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    import contextlib
+
+    for name in ("Stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, Fake)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", Fake)
+    real = graphs.StepGraphs._refuses
+
+    def refuses(self, cache, *args):
+        why = real(self, cache, *args)
+        return None if why == "the model is not on a CUDA device" else why
+
+    monkeypatch.setattr(graphs.StepGraphs, "_refuses", refuses)
+
+
+def decode(cache, ids, count, **kwargs):
+    """Logits of `count` steps fed by hand."""
+    out = []
+    with torch.no_grad():
+        cache.model(ids, past_key_values=cache)
+        for token in range(5, 5 + count):
+            at = torch.full((len(ids), 1), cache.get_seq_length())
+            out.append(cache.model(ids[:, :1] * 0 + token, past_key_values=cache, position_ids=at, **kwargs))
+    return out
+
+
+@pytest.mark.parametrize("knobs", [{}, {"lookahead": "previous"}, {"lookahead": "on_demand"}], ids=str)
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_a_captured_step_does_what_the_eager_one_does(fake_cuda, knobs, as_tuple):
+    import gc
+    import weakref
+
+    model, ids = tiny("llama"), prompt(2, 100)
+    count = graphs.WARM + 1  # only this one is captured; what stands for its replay does nothing
+    kwargs = {"return_dict": False} if as_tuple else {}
+    eager = OasisCache(model, budget=64, graphs=False, **knobs)
+    cache = OasisCache(model, budget=64, **knobs)
+    wanted, got = decode(eager, ids, count, **kwargs), decode(cache, ids, count, **kwargs)
+    assert cache.graphs.captures == cache.graphs.replays == 1 and cache.graphs.refused is None
+    for a, b in zip(wanted, got):
+        assert type(a) is type(b)
+        if as_tuple:
+            assert torch.equal(a[0], b[0]) and b[1] is cache
+        else:
+            assert torch.equal(a.logits, b.logits) and b.past_key_values is cache
+    assert all(torch.equal(value, cache.stats()[name]) for name, value in eager.stats().items())
+    del got, b
+    gone = weakref.ref(cache)
+    gc.collect()
+    gc.disable()
+    try:
+        del cache
+        assert gone() is None  # at once: nothing the graph keeps leads back to the cache
+    finally:
+        gc.enable()
+
+
+def test_an_error_inside_a_capture_is_told_and_the_step_still_runs(fake_cuda, monkeypatch, caplog):
+    from oasis_hf.layers import OasisLayer
+
+    plain = OasisLayer._decode
+
+    def refuses_capture(self, step, *args):
+        if step.captured and self.index == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return plain(self, step, *args)
+
+    monkeypatch.setattr(OasisLayer, "_decode", refuses_capture)
+    model, ids = tiny("llama"), prompt(2, 100)
+    cache = OasisCache(model, budget=64)
+    decode(cache, ids, graphs.WARM + 2)
+    assert cache.graphs.captures == 0 and "operation not permitted" in cache.graphs.refused
+    assert "operation not permitted" in caplog.text and cache.get_seq_length() == 100 + graphs.WARM + 2

@@ -82,10 +82,14 @@ def reserve(stream: torch.cuda.Stream) -> None:
     for (op, where, owner, counters), have in list(_scratch.items()):
         key = (op, where, stream.cuda_stream, counters)
         size = have.numel() + max(have.numel() // 4, 1 << 20)
-        if where == device and owner == current and (key not in _scratch or _scratch[key].numel() < size):
-            if key in _scratch:
-                _retired.append(_scratch[key])
+        if where == device and owner == current:
             _scratch[key] = torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def take(stream: torch.cuda.Stream) -> list[torch.Tensor]:
+    """A stream's scratch, which is its taker's from here on: who has captured with it keeps it as long as the graph."""
+    keys = [key for key in _scratch if key[1] == stream.device and key[2] == stream.cuda_stream]
+    return [_scratch.pop(key) for key in keys]
 
 
 def _lines(tensor: torch.Tensor) -> torch.Tensor:

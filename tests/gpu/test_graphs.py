@@ -73,3 +73,25 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(model):  # noqa: F811
     cache = OasisCache(model, budget=112)
     generate(model, prompt(1, 150).cuda(), cache, max_new_tokens=8, output_hidden_states=True)
     assert "output_hidden_states" in cache.graphs.refused
+
+
+def test_a_cache_gives_everything_back_at_once(model):  # noqa: F811
+    """Graphs hold no cycle through the cache: without a collection its pages are unpinned and its memory is free."""
+    import gc
+    import weakref
+
+    def live():
+        cache = OasisCache(model, budget=112)
+        generate(model, prompt(1, 150).cuda(), cache, max_new_tokens=20)
+        assert cache.graphs.replays > 10
+        return weakref.ref(cache), weakref.ref(cache.state.store.pool)
+
+    live()
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        assert [one() for one in live()] == [None, None]
+        assert torch.cuda.memory_allocated() <= before + (1 << 20)
+    finally:
+        gc.enable()
