@@ -35,7 +35,9 @@ class BuildWithOperators(build_py):
             from oasis_hf.ops import build
 
             archs = tuple(filter(None, os.environ.get("OASIS_ARCHS", "").split(";")))
-            shutil.copy(build.build(archs or None), package / "ops" / f"{build.NAME}.so")
+            archs = archs or build.architectures()
+            shutil.copy(build.build(archs), package / "ops" / f"{build.NAME}.so")
+            (package / "ops" / f"{build.NAME}.archs").write_text(" ".join(archs))
 
 
 class MaybeBinary(Distribution):

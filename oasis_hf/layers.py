@@ -327,14 +327,14 @@ class OasisLayer(CacheLayerMixin):
         other.recent = None if self.recent is None else self.recent.clone()
         return other
 
-    def addresses(self) -> list[int]:
-        """Of all that a captured step touches here."""
+    def addresses(self) -> list[tuple[int, torch.Size]]:
+        """Where all that a captured step touches here is, and its shape."""
         own, sums = self.working_set, self.summaries
         held = [own.keys, own.values, own.table, own.last_selected, own.fresh, own.order, sums.vectors, sums.scales]
         held += [self.counters.values, *(self.store.device_pages(self.index) or ())]
         if self.recent is not None:
             held.append(self.recent)
-        return [tensor.data_ptr() for tensor in held]
+        return [(tensor.data_ptr(), tensor.shape) for tensor in held]
 
     @property
     def device_bytes(self) -> tuple[int, int]:

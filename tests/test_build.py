@@ -74,6 +74,23 @@ def test_a_compiler_error_names_its_log(monkeypatch, tmp_path):
     assert "broken.cu" in Path(log).read_text()
 
 
+def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
+    taken = tmp_path / "file"
+    taken.write_text("no folder")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(taken))
+    with pytest.raises(build.BuildError, match=r"can't be kept in .*set TORCH_EXTENSIONS_DIR"):
+        build.build(build.BUILT_WITHOUT_A_DEVICE)
+
+
+def test_an_extension_in_the_package_serves_the_devices_it_was_built_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "ahead_of_time", lambda: tmp_path / f"{build.NAME}.so")
+    assert build._ahead_architectures() == set()
+    build.ahead_of_time().write_bytes(b"")
+    assert build._ahead_architectures() == set()
+    (tmp_path / f"{build.NAME}.archs").write_text("80 90a")
+    assert build._ahead_architectures() == {"80", "90a"}
+
+
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 B, H, G, T, D, S, N, P, C = 2, 2, 2, 3, 64, 4, 6, 2, 2

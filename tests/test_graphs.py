@@ -35,7 +35,7 @@ def captures(monkeypatch, cache):
     def capture(self, cache, forward, call, step, key, name):
         output = {0: torch.full((1, 1, 3), float(len(made))), 1: graphs._CACHE}
         inputs = call["input_ids"].clone(), call["position_ids"].clone(), step.weights
-        one = graphs.Captured(key, Played(), *inputs, tuple, output, (step,))
+        one = graphs.Captured(key, Played(), *inputs, tuple, output, [], (step,))
         made.append(one)
         self.captures += 1
         return one
@@ -87,6 +87,40 @@ def test_another_address_or_shape_is_another_graph(cache, captures):
     assert len(captures) == 3 and len(cache.graphs.captured) == 2
     cache.graphs.forget()
     assert run(cache, call(), step())[1]
+
+
+def test_a_cache_that_is_rearranged_at_every_step_is_left_alone(cache, captures, monkeypatch):
+    monkeypatch.setattr(graphs.StepGraphs, "_refuses", lambda self, *args: self._broken)
+    for address in range(20):
+        cache.fake_address = address
+        run(cache, call(), step())
+    assert len(captures) == graphs.MOST_IDLE and "rearranged" in cache.graphs.refused
+
+
+def test_graphs_that_pay_are_made_again_and_again(cache, captures):
+    for address in range(6):
+        cache.fake_address = address
+        for _ in range(graphs.FEW + 3):
+            run(cache, call(), step())
+    assert len(captures) == 6 and cache.graphs.refused is None
+
+
+def test_a_hook_makes_steps_eager_and_its_end_lets_them_be_captured(cache, captures, monkeypatch):
+    model = cache.model
+    handle = model.model.layers[1].register_forward_hook(lambda *args: None)
+    try:
+        assert [run(cache, call(), step())[1] for _ in range(4)] == [True] * 4
+        assert cache.graphs.refused == "model.layers.1 has a forward hook"
+    finally:
+        handle.remove()
+    assert not run(cache, call(), step())[1] and cache.graphs.refused is None
+
+
+def test_a_hook_that_comes_later_is_another_address(cache):
+    before = graphs._addresses(cache)
+    handle = cache.model.register_forward_hook(lambda *args: None)
+    handle.remove()
+    assert graphs._addresses(cache) != before
 
 
 def test_a_failed_capture_runs_the_step_and_is_not_tried_again(cache, captures, monkeypatch, caplog):

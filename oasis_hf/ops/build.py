@@ -162,7 +162,14 @@ def build(archs: Sequence[str] | None = None, to: Path | None = None) -> Path:
     if built.is_file():
         return built
     home = toolchain()
-    to.mkdir(parents=True, exist_ok=True)
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        (to / "building").touch()
+    except OSError as error:
+        raise BuildError(
+            f"The CUDA operators can't be kept in {to} ({error.strerror}): set TORCH_EXTENSIONS_DIR to a folder that "
+            "can be written."
+        ) from error
     with FileLock(str(to / "building")):
         if built.is_file():
             return built
@@ -198,13 +205,19 @@ def ahead_of_time() -> Path:
     return Path(__file__).resolve().parent / f"{NAME}.so"
 
 
+def _ahead_architectures() -> set[str]:
+    """What the extension in the package was built for; nothing where there is none."""
+    named = ahead_of_time().with_suffix(".archs")
+    return set(named.read_text().split()) if ahead_of_time().is_file() and named.is_file() else set()
+
+
 def load_extension() -> ModuleType:
     """The compiled operators as a module.
 
     Raises:
         BuildError: they can't be compiled, or what was compiled can't be imported.
     """
-    path = ahead_of_time() if ahead_of_time().is_file() else build()
+    path = ahead_of_time() if set(architectures()) <= _ahead_architectures() else build()
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None and spec.loader is not None
     try:
