@@ -225,9 +225,12 @@ class StepGraphs:
 
 
 def _hooked(model: Any) -> str | None:
-    """Why code of others runs inside the model's forward: a replay would leave it out."""
+    """Why code of others runs inside the model's forward: a replay would leave it out. transformers' own hooks, which
+    stay once a call asked for hidden states, do nothing unless a call asks, and such a call is eager."""
     for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        foreign = [hook for hook in hooks if getattr(hook, "__module__", "") != "transformers.utils.output_capturing"]
+        if foreign or hasattr(module, "_hf_hook"):
             return f"{name or 'the model'} has a forward hook"
     return None
 

@@ -116,6 +116,12 @@ def test_a_hook_makes_steps_eager_and_its_end_lets_them_be_captured(cache, captu
     assert not run(cache, call(), step())[1] and cache.graphs.refused is None
 
 
+def test_the_hooks_that_transformers_leaves_behind_do_not_count(cache, captures):
+    cache.model(prompt(1, 5), output_hidden_states=True)
+    assert graphs._hooked(cache.model) is None
+    assert [run(cache, call(), step())[1] for _ in range(3)] == [True, True, False]
+
+
 def test_a_hook_that_comes_later_is_another_address(cache):
     before = graphs._addresses(cache)
     handle = cache.model.register_forward_hook(lambda *args: None)
