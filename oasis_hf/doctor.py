@@ -181,13 +181,13 @@ def operators() -> Iterator[Finding]:
         yield Finding(name, f"{_release(path)}, {path}" if path else "not found")
     try:
         found = build.toolchain()
-        built = build.ahead_of_time().is_file() or (build.folder(build.architectures()) / f"{build.NAME}.so").is_file()
+        built = build.existing()
     except build.BuildError as error:
         yield Finding("CUDA operators", f"{error} The reference operators serve instead: right, but slow on a GPU.")
         return
     if not torch.cuda.is_available():
         yield Finding("CUDA operators", f"would compile (CUDA in {found}); without a GPU the reference operators serve")
-    elif built:
+    elif built is not None:
         yield Finding("CUDA operators", "compiled")
     else:
         yield Finding("CUDA operators", f"will be compiled on first use, once, about a minute (CUDA in {found})")

@@ -211,13 +211,22 @@ def _ahead_architectures() -> set[str]:
     return set(named.read_text().split()) if ahead_of_time().is_file() and named.is_file() else set()
 
 
+def existing() -> Path | None:
+    """The extension for the devices here, if it is built already: in the package, or by an earlier first use."""
+    archs = architectures()
+    if set(archs) <= _ahead_architectures():
+        return ahead_of_time()
+    built = folder(archs) / f"{NAME}.so"
+    return built if built.is_file() else None
+
+
 def load_extension() -> ModuleType:
     """The compiled operators as a module.
 
     Raises:
         BuildError: they can't be compiled, or what was compiled can't be imported.
     """
-    path = ahead_of_time() if set(architectures()) <= _ahead_architectures() else build()
+    path = existing() or build()
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None and spec.loader is not None
     try:

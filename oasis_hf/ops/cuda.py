@@ -143,25 +143,17 @@ def select(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     if not available():
         return reference.select(scores, table, last_selected, lengths, order, cap, step)
-    plan_block = table.new_empty((*table.shape[:2], min(cap, table.shape[2])))
-    plan_slot = torch.empty_like(plan_block)
-    counts = table.new_zeros((3, table.shape[1]))
-    with torch.cuda.device(table.device):
-        extension().select(
-            scores.contiguous(), table, last_selected, lengths, order, step, None, plan_block, plan_slot, counts, None,
-            _stream(table),
-        )  # fmt: skip
-    return plan_block, plan_slot, counts
+    return select_step(scores, table, last_selected, lengths, order, cap, step, None)[:3]
 
 
 def select_step(
     scores: torch.Tensor, table: torch.Tensor, last_selected: torch.Tensor, lengths: torch.Tensor,
-    order: torch.Tensor, cap: int, step: torch.Tensor, fresh: torch.Tensor,
+    order: torch.Tensor, cap: int, step: torch.Tensor, fresh: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`select`, and in the same launch what the working set does around it.
 
     Args:
-        fresh: `[B, H, S]` bool, set where a block is admitted.
+        fresh: `[B, H, S]` bool, set where a block is admitted; None: nothing is wasted.
 
     Returns:
         plan_block, plan_slot and counts as `select`; wasted `[H]`, admitted over blocks that were still fresh.
