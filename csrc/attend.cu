@@ -15,14 +15,9 @@
 // What is not visible is never read: cp.async writes zeros there, and P is exactly 0.
 // Few (row, head)s: the stream is split over CTAs, each leaves a partial result in scratch, and the last to arrive
 // merges them, always in the same order.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
 #include <algorithm>
-#include <cstring>
-#include <type_traits>
 
+#include "device.cuh"
 #include "oasis.h"
 
 namespace oasis {
@@ -33,9 +28,6 @@ constexpr int STAGES = 3;         // tiles in a warp's ring
 constexpr int MIN_SPLIT = 8;      // tiles a CTA takes at least
 constexpr int MAX_SPLITS = 64;    // partial results that the last CTA merges at most
 constexpr float SLACK = 8.0f;     // in log2: P stays under 256
-constexpr float LOWEST = -1e30f;  // m where nothing was seen: finite, so that no difference is NaN
-constexpr float LOG2E = 1.44269504f;
-constexpr unsigned ALL = 0xffffffffu;
 
 constexpr int warps(int D) { return D > 128 ? 2 : 4; }
 constexpr bool swizzled(int D) { return D % 64 == 0; }
@@ -64,22 +56,6 @@ struct Arguments {
     int H, G, T, S, team_warps, chunks, splits;
 };
 
-// ---- instructions
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void copy16(uint32_t to, const void* from, bool real) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int PENDING>
-__device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
 // There are at most two teams of more than one warp; `mate` is the team's first warp.
 __device__ __forceinline__ void team_sync(int mate, int team_warps) {
     if (team_warps == 1) {
@@ -89,56 +65,6 @@ __device__ __forceinline__ void team_sync(int mate, int team_warps) {
     } else {
         asm volatile("bar.sync 2, %0;" ::"r"(team_warps * 32) : "memory");
     }
-}
-
-template <bool TRANSPOSED>
-__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
-    if constexpr (TRANSPOSED) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
-    }
-}
-
-__device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
-    uint32_t to;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(to) : "r"(matrix));
-    return to;
-}
-
-template <typename E>
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    if constexpr (std::is_same<E, __half>::value) {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                     "{%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    } else {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                     "{%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    }
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-// ---- end of instructions
-
-template <typename E>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-    typename std::conditional<std::is_same<E, __half>::value, __half2, __nv_bfloat162>::type pair;
-    if constexpr (std::is_same<E, __half>::value) {
-        pair = __floats2half2_rn(low, high);
-    } else {
-        pair = __floats2bfloat162_rn(low, high);
-    }
-    uint32_t packed;
-    memcpy(&packed, &pair, 4);
-    return packed;
 }
 
 // A slot's visible tokens, one bit each. Block -1: the slot is empty.
@@ -188,7 +114,8 @@ __device__ __forceinline__ void finish(const Arguments& a, int64_t pair, int hea
         sum = {m, sum.l * keep + exp2_fast(sink - m), {sum.o.x * keep, sum.o.y * keep, sum.o.z * keep, sum.o.w * keep}};
     }
     const float scale = sum.l > 0.0f ? 1.0f / sum.l : 0.0f;
-    *reinterpret_cast<uint2*>(static_cast<E*>(a.out) + (pair * a.G * a.T + row) * D + d) = {
+    const int64_t line = (pair / a.H * a.T + row % a.T) * a.H * a.G + head * a.G + row / a.T;
+    *reinterpret_cast<uint2*>(static_cast<E*>(a.out) + line * D + d) = {
         pack<E>(sum.o.x * scale, sum.o.y * scale), pack<E>(sum.o.z * scale, sum.o.w * scale)};
 }
 
@@ -364,15 +291,7 @@ __global__ void __launch_bounds__(warps(D) * 32, 2) attend_kernel(const Argument
     }
     if (a.splits == 1) return;
 
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();  // this CTA's partial results before its arrival, and all others' before they are read
-        last = atomicAdd(a.counters + pair, 1) == a.splits * a.chunks - 1;
-        if (last) a.counters[pair] = 0;
-        __threadfence();
-    }
-    __syncthreads();
+    const bool last = arrives_last(a.counters, pair, a.splits * a.chunks);
     for (int item = threadIdx.x; last && item < R * (D / 4); item += WARPS * 32) {
         const int r = item / (D / 4), d = item % (D / 4) * 4;
         const Partial sum = merge(a.stats + (pair_line + r) * 2, R * 2, a.partial + (pair_line + r) * D + d, R * D,
@@ -414,14 +333,10 @@ cudaError_t make_plan(int B, int H, int G, int T, int S, int D, Plan& plan) {
     const int chunk_rows = plan.team_warps * plan.row_tiles * 8;
     plan.chunks = (R + chunk_rows - 1) / chunk_rows;
 
-    int device = 0, sms = 0, sm_shared = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    if (error == cudaSuccess) {
-        error = cudaDeviceGetAttribute(&sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    }
+    Limits limits;
+    const cudaError_t error = read_limits(limits);
     if (error != cudaSuccess) return error;
-    const int64_t wave = static_cast<int64_t>(sms) * std::max(1, sm_shared / (shared_bytes(D) + 1024));
+    const int64_t wave = static_cast<int64_t>(limits.sms) * std::max(1, limits.sm_shared / (shared_bytes(D) + 1024));
     const int64_t ctas = static_cast<int64_t>(B) * H * plan.chunks;
     double best = 0;
     for (int splits = 1; splits == 1 || (splits <= MAX_SPLITS && splits * MIN_SPLIT <= S + 1); ++splits) {
@@ -431,10 +346,6 @@ cudaError_t make_plan(int B, int H, int G, int T, int S, int D, Plan& plan) {
     plan.lines = plan.splits == 1 ? 0 : static_cast<int64_t>(B) * H * plan.splits * R;
     return cudaSuccess;
 }
-
-int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
-bool misaligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes != 0; }
 
 }  // namespace
 
@@ -451,7 +362,7 @@ cudaError_t attend(const void* query, int64_t q_row, int64_t q_head, int64_t q_t
                    float scaling, const float* sinks, int B, int H, int G, int T, int S, int D, void* out,
                    void* scratch, Dtype dtype, cudaStream_t stream) {
     Plan plan;
-    cudaError_t error = make_plan(B, H, G, T, S, D, plan);
+    const cudaError_t error = make_plan(B, H, G, T, S, D, plan);
     if (error != cudaSuccess) return error;
     // Queries are read in pairs; the stride of a dimension of size 1 may be anything.
     const bool odd = (B > 1 && q_row % 2) || (H * G > 1 && q_head % 2) || (T > 1 && q_token % 2);
@@ -468,15 +379,7 @@ cudaError_t attend(const void* query, int64_t q_row, int64_t q_head, int64_t q_t
     const Kernel kernel = dtype == Dtype::bf16
                               ? (one ? kernel_of<__nv_bfloat16, 1>(D) : kernel_of<__nv_bfloat16, 2>(D))
                               : (one ? kernel_of<__half, 1>(D) : kernel_of<__half, 2>(D));
-    error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 shared_bytes(D));
-    if (error == cudaSuccess) {
-        error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                     cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    }
-    if (error != cudaSuccess) return error;
-    kernel<<<dim3(plan.splits * plan.chunks, H, B), warps(D) * 32, shared_bytes(D), stream>>>(arguments);
-    return cudaGetLastError();
+    return launch(kernel, dim3(plan.splits * plan.chunks, H, B), warps(D) * 32, shared_bytes(D), arguments, stream);
 }
 
 }  // namespace oasis

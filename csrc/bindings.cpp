@@ -323,6 +323,35 @@ void append(const Tensor& keys, const Tensor& values, const Tensor& table, const
                                scorer_of(op, scorer), dtype_of(keys), as_stream(stream)));
 }
 
+void enter(const Tensor& query, const Tensor& new_keys, const Tensor& new_values, const Tensor& queries, int64_t count,
+           int64_t window, const Tensor& keys, const Tensor& values, const Tensor& fresh, int64_t stream) {
+    const char* op = "enter";
+    Checker check(op, query, "query");
+    rank(op, "query", query, 4);
+    rank(op, "keys", keys, 4);
+    int64_t rows = query.size(0), all_heads = query.size(1), tokens = query.size(2), dim = query.size(-1);
+    int64_t heads = keys.size(1), slots = slots_of(op, keys);
+    check.strided(query, "query", kModel, {ANY, ANY, ANY, ANY});
+    check.strided(new_keys, "new_keys", query.scalar_type(), {rows, heads, tokens, dim});
+    check.strided(new_values, "new_values", query.scalar_type(), {rows, heads, tokens, dim});
+    check.dense(queries, "queries", query.scalar_type(), {rows, all_heads, ANY, dim});
+    TORCH_CHECK_VALUE(count >= 1 && count <= tokens, "oasis_hf.enter: `count` must be 1 to ", tokens, ", not ", count,
+                      ".");
+    TORCH_CHECK_VALUE(window >= 1 && window + tokens - count <= queries.size(2),
+                      "oasis_hf.enter: `queries` must hold ", window + tokens - count, " lines a head, not ",
+                      queries.size(2), ".");
+    check.dense(keys, "keys", query.scalar_type(), {rows, ANY, ANY, dim});
+    check.dense(values, "values", query.scalar_type(), keys.sizes());
+    check.dense(fresh, "fresh", kBool, {rows, heads, slots});
+    check.on_gpu();
+    launched(op, oasis::enter(query.data_ptr(), query.stride(0), query.stride(1), query.stride(2), new_keys.data_ptr(),
+                              new_keys.stride(0), new_keys.stride(1), new_keys.stride(2), new_values.data_ptr(),
+                              new_values.stride(0), new_values.stride(1), new_values.stride(2), queries.data_ptr(),
+                              keys.data_ptr(), values.data_ptr(), fresh.data_ptr<bool>(), rows, heads, all_heads,
+                              tokens, count, window, queries.size(2), slots, dim, query.element_size(),
+                              as_stream(stream)));
+}
+
 void attend(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& table, const Tensor& lengths,
             const Tensor& tail_mask, double scaling, const OptionalTensor& sinks, const Tensor& out,
             const Tensor& scratch, int64_t stream) {
@@ -341,7 +370,7 @@ void attend(const Tensor& query, const Tensor& keys, const Tensor& values, const
     check.dense(lengths, "lengths", kLong, {rows});
     check.dense(tail_mask, "tail_mask", kBool, {tokens, oasis::TAIL});
     if (sinks) check.dense(*sinks, "sinks", kFloat, {query.size(1)});
-    check.dense(out, "out", query.scalar_type(), query.sizes());
+    check.dense(out, "out", query.scalar_type(), {rows, tokens, query.size(1), dim});
     int group = query.size(1) / heads;
     int64_t need = oasis::attend_scratch(rows, heads, group, tokens, slots, dim);
     check.dense(scratch, "scratch", kBytes, {ANY});
@@ -362,6 +391,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("select", &select_blocks);
     m.def("gather", &gather);
     m.def("append", &append);
+    m.def("enter", &enter);
     m.def("attend", &attend);
     m.def("score_scratch", &oasis::score_scratch);
     m.def("score_counters", &oasis::score_counters);

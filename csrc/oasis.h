@@ -73,8 +73,19 @@ cudaError_t append(void* keys, void* values, int64_t* table, int64_t* last_selec
                    int64_t table_head, void* summaries, void* scales, int64_t cap, int P, bool int8, Scorer scorer,
                    Dtype dtype, cudaStream_t stream);
 
+// A step's T new tokens, of which `count` stay and the others are drafts: K and V to the tail's first T entries, queries
+// behind the last W - count recent ones, and no slot is fresh any more.
+// query: [B, Hq, T, D], new_keys, new_values: [B, H, T, D], each with strides (row, head, token) in units of 16 bytes.
+// queries: [B, Hq, room, D], room >= W + T - count: lines 0 .. W-1 are the recent ones before and after, the drafts'
+// follow. keys, values: [B, H, TAIL + S*16, D]. fresh: [B, H, S]. element: bytes of one number.
+// Floor: bytes = Q, K, V and the recent queries once.
+cudaError_t enter(const void* query, int64_t q_row, int64_t q_head, int64_t q_token, const void* new_keys,
+                  int64_t k_row, int64_t k_head, int64_t k_token, const void* new_values, int64_t v_row,
+                  int64_t v_head, int64_t v_token, void* queries, void* keys, void* values, bool* fresh, int B, int H,
+                  int Hq, int T, int count, int W, int room, int S, int D, int element, cudaStream_t stream);
+
 // query: [B, Hq, T, D] with strides, 1 <= T <= TAIL. keys, values: [B, H, TAIL + S*16, D]. table: [B, H, S];
-// lengths: [B]; tail_mask: [T, TAIL] bool; sinks: [Hq] float32 or null; out: [B, Hq, T, D] contiguous.
+// lengths: [B]; tail_mask: [T, TAIL] bool; sinks: [Hq] float32 or null; out: [B, T, Hq, D] contiguous.
 // scratch: attend_scratch(...) bytes, the first attend_counters(...) zero before the first call and left zero.
 // Floor: bytes = the working set (K and V of slots and tail) once; operations 4*T*Hq*D*(S*16) a row.
 int64_t attend_scratch(int B, int H, int G, int T, int S, int D);

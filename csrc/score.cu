@@ -1,591 +1,374 @@
 // score: what the next step wants of every closed block (oasis_hf/ops/reference.py: score).
 //
-// Floor: the summaries of closed blocks once. B=64, H=8, N=1,024, D=128, P=2, int8: 268 MB, 63 us at 4.27 TB/s; bf16
-// with P=1 the same, int8 with P=1 half. Operations: 4*D a part and query row, 4 GFLOP at 4 query rows: negligible on
-// tensor cores, and what has to be watched is the instructions that widen int8 (5 for 4 values, to fp16).
+// Floor: the summaries of closed blocks are read once. B=64, H=8, N=1,024, D=128, P=2, int8: 273 MB with their scales,
+// 64 us at 4.27 TB/s; bf16 with P=1 the same, int8 with P=1 half. Operations: 4*D a part and query row, 11 GFLOP at 20
+// query rows: nothing to tensor cores; what has to be watched is that int8 takes 5 instructions to widen 4 values.
 //
-// Both scorers are two dot products with exact operands: q+ . max + q- . min, or q . mid + lambda * |q| . half. Parts
-// are the 16 rows of an mma, query rows (active token x head of the group) its 8 columns, and each vector has its own
-// accumulator, so that scales, lambda and the attention's scaling are applied to fp32 sums. int8 is widened to fp16,
-// and a query row of bf16 is then scaled by a power of two: what that rounds off is 2^-35 of the row's largest.
-//
-// A dot product does not mind a permutation of k that both operands share, so a thread's share of a vector is 16
-// contiguous bytes, and it multiplies exactly the bytes that it has copied itself: the ring of cp.async stages in
-// shared memory is private to each thread, and the stream needs no barrier. Warps take tiles of 16 parts in turn.
-// The grid is persistent: while a CTA finishes one item, a (row, KV head) or a split of it, the copies of its next item
-// are on their way.
-//
-// One value a query row and block is kept until the row's sum is known: its best part's score, or (softmax-mean) the
-// sum of its parts' exp2(x - m). m is a warp's own, follows the scores only where one passes it by SLACK, in practice
-// in the warp's first tile, and is made good when the warps' sums are joined: one exp2 a part and query row.
-// Values stay in shared memory as far as they fit when one CTA has the whole (row, KV head), otherwise they go to
-// scratch. With several splits the last CTA to arrive finishes.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
+// Both scorers are two dot products with exact operands: q+ . max + q- . min, or q . mid + lambda * |q| . half. Tiles
+// of 16 parts, which lie side by side in memory, are the rows of an mma, query rows (active token x head of the group)
+// its columns, and each of the two vectors has an accumulator of its own, so that scales, lambda and the attention's
+// scaling are applied to fp32 sums. int8 is widened to fp16; a query row is then scaled by a power of two to fit, which
+// rounds off 2^-35 of its largest value.
+// Each warp has its own ring of tiles in shared memory, filled by cp.async, so that no barrier over the CTA stops the
+// stream. A tile's place is filled again as soon as its products are made: 64 KB a CTA are on their way, an SM twice
+// that. Queries stay in registers; more query rows than fit go to further CTAs, which find the tiles in L2.
+// A query row's value of a block is its best part's score or, for softmax-mean, log2 of the sum of its parts' exp2: no
+// maximum has to be known for it. Values wait for the row's maximum and sum in shared memory, as far as they fit and
+// one CTA has the whole (row, KV head), otherwise in scratch. Few (row, KV head)s are split over CTAs, and the last to
+// arrive finishes.
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 
+#include "device.cuh"
 #include "oasis.h"
 
 namespace oasis {
 namespace {
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int CTAS_PER_SM = 2;
-constexpr int STAGES = 4;
-constexpr int TILE = 16;          // parts: rows of an mma
-constexpr int CHUNK = 64;         // bytes of a vector in one stage: 16 for each thread of a quad
-constexpr int PASS = 32;          // most query rows in one pass over the summaries
-constexpr int ITEM_COST = 6;      // what an item costs besides its tiles, in tiles
-constexpr float SLACK = 40.0f;    // in log2: sums stay far from infinity, and what matters far from 0
-constexpr float LOWEST = -1e30f;  // below any score, and still a number when subtracted from itself
-constexpr float LOG2E = 1.4426950408889634f;
+constexpr int MOST_CTAS = 1024;  // where (row, KV head)s are split
+constexpr int MOST_WARPS = 4;    // a CTA
+constexpr int RING = 68 << 10;   // bytes of tiles that a CTA has on their way at most
+constexpr int RESERVED = 2560;   // bytes of shared memory: 1,024 a CTA that the system takes, and static arrays
+constexpr int TILE = 16;         // parts
 
-struct Args {
-    const char* query;
-    int64_t q_row, q_head, q_token;
+// Sizes are in bytes. A line is two parts in shared memory, and an odd number of 16-byte pieces, so that ldmatrix finds
+// a piece of 8 lines in 8 different groups of banks.
+template <int D, bool INT8>
+struct Shape {
+    static constexpr int VECTOR = D * (INT8 ? 1 : 2), PART = 2 * VECTOR, LINE = 2 * PART + 16;
+    static constexpr int SCALES = TILE / 2 * LINE, STAGE = SCALES + (INT8 ? TILE * 4 : 0);  // a tile, then its scales
+    static constexpr int WARPS = VECTOR > 256 ? 2 : MOST_WARPS, THREADS = WARPS * 32;
+    static constexpr int STAGES = std::max(2, RING / (WARPS * STAGE)), RING_BYTES = WARPS * STAGES * STAGE;
+    static constexpr int ROW_TILES = D > 128 ? 2 : 3, ROWS = 8 * ROW_TILES;  // query rows that fit in registers
+};
+
+struct Arguments {
+    const uint16_t* query;
     const char* summaries;
     const uint32_t* scales;  // pairs of fp16
     const int64_t* closed;
     const float* weights;
-    int H, G, T, D, N, P, log_p, tiles_n;
-    int splits, items;  // items: rows * heads * splits
-    int64_t cap;
+    float *out, *values;  // values: [B*H, R, pitch(N)]
+    int* counters;        // [B*H]
+    float2* stats;        // [B*H, splits*warps, R]: maximum and sum of a query row in one warp's tiles
+    int64_t q_row, q_head, q_token, cap;
     float first_factor, second_factor;  // of the two dot products
+    int H, G, T, N, log_p, sink_blocks, recent_blocks;
     Reduction reduction;
-    int sink_blocks, recent_blocks;
-    float* out;
-    unsigned* counters;
-    float2* stats;   // [B*H, splits, WARPS, G*T]: m and sum
-    float* values;   // [B*H, G*T, pitch(N)]
-    int room;        // floats of shared memory for values
-    int scales_at, queries_at, stats_at, factors_at, near_at;  // places in shared memory, in bytes; the ring is first
-    uint32_t magic;  // see widen
+    bool minmax, bf16;
+    uint32_t magic;            // see widen
+    int splits, chunks, room;  // of tiles, of query rows; room: floats of shared memory for values
 };
 
-// Floats between the values of two query rows: 4 rows (a quad's stores) fall in different banks.
+// Floats between the values of two query rows: what a warp stores at a time is spread over all banks.
 __host__ __device__ inline int pitch_of(int blocks) { return (blocks + 15) / 16 * 16 + 4; }
 
-// -- PTX --------------------------------------------------------------------------------------------------------------
+// What a CTA works at. Tokens whose weight is not 0 have a bit in `active` and G of the query `rows`.
+struct Work {
+    int64_t pair;
+    unsigned active;
+    int row, head, rows, first_row, closed, begin, end, kept, pitch;  // begin, end: of its tiles
+    int recent;         // the first block that is
+    float *near, *far;  // values of the first `kept` rows, and of the others
+    float2* stats;
 
-// Copies 16 (4) bytes, or zeros where nothing is there: then `from` is not read, and may be any address.
-__device__ __forceinline__ void copy16(void* to, const void* from, bool there) {
-    uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
-                 :: "r"(at), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void copy4(void* to, const void* from, bool there) {
-    uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
-                 :: "r"(at), "l"(from), "r"(there ? 4 : 0) : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
-}
+    __device__ __forceinline__ float* values(int r) const {
+        return (r < kept ? near : far) + r * static_cast<int64_t>(pitch);
+    }
 
-template <typename E2>
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-template <>
-__device__ __forceinline__ void mma<__nv_bfloat162>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void mma<__half2>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+    __device__ __forceinline__ int token(int i) const { return __fns(active, 0, i + 1); }  // the i-th active one
+};
 
-// threadIdx.x, read anew: what follows from it is not kept in registers through the whole kernel.
-__device__ __forceinline__ int thread_index() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// -- Numbers ----------------------------------------------------------------------------------------------------------
-
-template <typename E2>
-__device__ __forceinline__ E2 as(uint32_t bits) { return *reinterpret_cast<E2*>(&bits); }
-template <typename E2>
-__device__ __forceinline__ uint32_t bits_of(E2 x) { return *reinterpret_cast<uint32_t*>(&x); }
+__device__ __forceinline__ __half2 as_half2(uint32_t x) { return *reinterpret_cast<__half2*>(&x); }
 
 // Bytes 0 and 2 of a word of int8 as fp16, exactly: 1,024 + 128 + x, less 1,152. `magic` holds that number; it is an
-// argument of the kernel, since ptxas splits a bitwise operation with two constants that it knows in two.
+// argument of the kernel, since ptxas makes two of a bitwise operation with two constants that it knows.
 __device__ __forceinline__ uint32_t widen(uint32_t x, uint32_t magic) {
-    return bits_of(__hsub2(as<__half2>((x & 0x00ff00ffu) ^ magic), as<__half2>(magic)));
+    const __half2 wide = __hsub2(as_half2((x & 0x00ff00ffu) ^ magic), as_half2(magic));
+    return *reinterpret_cast<const uint32_t*>(&wide);
 }
 
-// bf16 times a power of two as fp16.
-__device__ __forceinline__ uint32_t to_half(uint32_t x, float scale) {
-    const float2 pair = __bfloat1622float2(as<__nv_bfloat162>(x));
-    return bits_of(__floats2half2_rn(pair.x * scale, pair.y * scale));
+// Of two values: log2 of the sum of their exp2 or, with soft = 0, the larger.
+__device__ __forceinline__ float join(float x, float y, float soft) {
+    const float high = fmaxf(x, y);
+    return high + soft * log2_fast(1.0f + exp2_fast(fminf(x, y) - high));
 }
 
-// The query's side of the two dot products.
-template <typename E2, bool MINMAX>
-__device__ __forceinline__ void expand(uint32_t q, uint32_t& first, uint32_t& second) {
-    if constexpr (MINMAX) {
-        first = bits_of(__hmax2(as<E2>(q), as<E2>(0u)));
-        second = bits_of(__hmin2(as<E2>(q), as<E2>(0u)));
-    } else {
-        first = q;
-        second = q & 0x7fff7fffu;
-    }
-}
-
-// Sums of exp2(x - m) of two sets, each with its own m.
+// Of two sets: the maximum, and the sum of exp2(x - maximum).
 __device__ __forceinline__ float2 merge(float2 x, float2 y) {
-    float high = fmaxf(x.x, y.x);
-    return make_float2(high, x.y * exp2_fast(x.x - high) + y.y * exp2_fast(y.x - high));
+    const float high = fmaxf(x.x, y.x);
+    return {high, x.y * exp2_fast(x.x - high) + y.y * exp2_fast(y.x - high)};
 }
 
-__device__ float sum_threads(float x) {
-    __shared__ float partial[WARPS];
-    for (int mask = 1; mask < 32; mask *= 2) x += __shfl_xor_sync(~0u, x, mask);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
-    __syncthreads();
-    float sum = 0.0f;
-    for (int w = 0; w < WARPS; ++w) sum += partial[w];
-    return sum;
+__device__ __forceinline__ float2 merge_lanes(float2 x, int lanes) {
+    return merge(x, {__shfl_xor_sync(ALL, x.x, lanes), __shfl_xor_sync(ALL, x.y, lanes)});
 }
 
-// -- The kernel -------------------------------------------------------------------------------------------------------
+extern __shared__ __align__(128) unsigned char shared[];
 
-extern __shared__ uint4 shared[];
-template <typename X>
-__device__ __forceinline__ X* at(int bytes) { return reinterpret_cast<X*>(reinterpret_cast<char*>(shared) + bytes); }
-
-// Tiles of one (row, KV head) that an item has.
-struct Item {
-    int pair, split, closed, first_tile, end_tile;
-};
-__device__ __forceinline__ int tiles_of(const Args& a, int closed) { return (closed * a.P + TILE - 1) / TILE; }
-__device__ __forceinline__ Item item_of(const Args& a, int index) {
-    Item item;
-    item.pair = index / a.splits, item.split = index - item.pair * a.splits;
-    item.closed = static_cast<int>(max(int64_t(0), min(__ldg(a.closed + item.pair / a.H), int64_t(a.N))));
-    const int tiles = tiles_of(a, item.closed);
-    item.first_tile = tiles * item.split / a.splits, item.end_tile = tiles * (item.split + 1) / a.splits;
-    return item;
-}
-
-// This thread's copies: the chunks of its warp's tiles, item after item. Its rows of a tile are the neighbouring parts
-// 2 * quad and 2 * quad + 1 (rows `quad` and `quad + 8` of the mma): with two parts a block they are one block's.
-template <bool INT8>
-struct Feed {
-    int index, tiles, parts, chunk;  // tiles: of the item that this warp has still to copy; parts: from here to the end
-    const char* from;
-    const uint32_t* scales;
-
-    __device__ __forceinline__ void open(const Args& a) {
-        const Item item = item_of(a, index);
-        const int tid = thread_index(), quad = tid % 32 / 4, in_quad = tid % 4, vector = a.D * (INT8 ? 1 : 2);
-        const int tile = item.first_tile + tid / 32, first = tile * TILE + 2 * quad;
-        tiles = (item.end_tile - tile + WARPS - 1) / WARPS, parts = item.closed * a.P - first, chunk = 0;
-        const int64_t part = item.pair * a.cap * a.P + first;
-        from = a.summaries + part * 2 * vector + in_quad * 16;
-        scales = a.scales + part;
-    }
-
-    // One chunk, or nothing at the end of all; always one group of copies.
-    __device__ __forceinline__ void next(const Args& a, int stage) {
-        const int in_quad = threadIdx.x % 4, vector = a.D * (INT8 ? 1 : 2);
-        const int chunks = (vector + CHUNK - 1) / CHUNK;
-        while (tiles <= 0 && index < a.items) {
-            index += gridDim.x;
-            if (index < a.items) open(a);
-        }
-        if (tiles > 0) {
-            const bool inside = chunk * CHUNK + in_quad * 16 < vector;
-            uint4* to = shared + stage * 4 * THREADS + threadIdx.x;
+// The CTA's tiles against NT tiles of 8 query rows. With lane = 4 * g + t a thread has parts 2g and 2g + 1, rows g and
+// g + 8 of an mma, and of its result query rows 2t and 2t + 1.
+template <typename E, int D, bool INT8, int NT>
+__device__ __forceinline__ void stream(const Arguments& a, const Work& w, int split) {
+    using S = Shape<D, INT8>;
+    constexpr int STEPS = D / 16;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int ring_at = warp * S::STAGES * S::STAGE, parts = w.closed << a.log_p;
+    const uint32_t ring = shared_address(shared) + ring_at;
+    const int64_t first_part = w.pair * a.cap << a.log_p;
+    const char* summaries = a.summaries + first_part * S::PART + lane * 16;
+    const auto copy = [&](int tile, int stage_at) {
+        const int there = tile < w.end ? min(parts - tile * TILE, TILE) : 0, bytes = there * S::PART - lane * 16;
+        const char* from = summaries + static_cast<int64_t>(tile) * TILE * S::PART;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const bool there = half < parts;
-#pragma unroll
-                for (int v = 0; v < 2; ++v)
-                    copy16(to + (2 * v + half) * THREADS, from + (2 * half + v) * vector, there && inside);
-                if (INT8 && chunk == chunks - 1)
-                    copy4(at<uint32_t>(a.scales_at) + (2 * stage + half) * THREADS + threadIdx.x, scales + half, there);
-            }
-            from += CHUNK;
-            if (++chunk == chunks) {
-                chunk = 0, --tiles, parts -= WARPS * TILE, scales += WARPS * TILE;
-                from += WARPS * TILE * 2 * vector - chunks * CHUNK;
-            }
-        }
-        commit_copies();
-    }
-};
-
-// An item and its query rows, in shared memory.
-struct Work {
-    Item item;
-    const char* query;         // of the row and the group's first head
-    int rows, tokens;          // tokens: active ones, whose weight is not 0
-    int token[MAX_TOKENS];     // their places and
-    float weight[MAX_TOKENS];  // weights
-    float* far;                // values of query rows from `kept`; those below are in shared memory
-    int kept, pitch;
-    float2* stats;             // [groups, G*T]: m and sum. A group of tiles is what one warp of one split has.
-    float m[WARPS][PASS], unit[PASS];  // unit: what 1 of a scaled query row stands for
-
-    __device__ __forceinline__ float* values(const Args& a, int row) const {
-        return (row < kept ? at<float>(a.near_at) : far) + row * pitch;
-    }
-};
-
-// Values of the item's blocks for the query rows `start` to `start + 8 * NT`, and their sums.
-template <typename E2, bool INT8, bool MINMAX, int NT>
-__device__ __forceinline__ void stream(const Args& a, Work& w, Feed<INT8>& feed, int& stage, int start) {
-    constexpr int UNITS = INT8 ? 2 : 1;  // 16-byte pieces of a query that stand against one of a vector
-    constexpr bool HALVES = INT8 && NT > 2;  // of a vector's piece are loaded one after the other: registers are short
-    // int8 takes fewer instructions to fp16 than to bf16; then a query row of bf16 is scaled to fit.
-    using M2 = std::conditional_t<INT8, __half2, E2>;
-    constexpr bool SCALED = INT8 && std::is_same_v<E2, __nv_bfloat162>;
-    const int tid = thread_index(), lane = tid % 32, warp = tid / 32, quad = lane / 4, in_quad = lane % 4;
-    const int chunks = (a.D * (INT8 ? 1 : 2) + CHUNK - 1) / CHUNK;
-    const bool soft = a.reduction == Reduction::softmax_mean;
-
-    // Queries in the order of the mma's B fragments, a warp a row, a lane 16 bytes, which are two k steps.
+        for (int i = 0; i < TILE * S::PART; i += 512)
+            copy16(ring + stage_at + lane * 16 + i + (i + lane * 16) / (2 * S::PART) * 16, from + i, i < bytes);
+        if (INT8 && lane < TILE)
+            copy4(ring + stage_at + S::SCALES + lane * 4, a.scales + first_part + tile * TILE + lane, lane < there);
+        copy_commit();
+    };
 #pragma unroll 1
-    for (int i = warp; i < 8 * NT; i += WARPS) {
-        const int row = start + i, unit = lane / UNITS / 4 * UNITS + lane % UNITS;
-        uint4 q = make_uint4(0, 0, 0, 0);
-        if (row < w.rows && lane * 8 < a.D) {
-            int64_t offset = row % a.G * a.q_head + w.token[row / a.G] * a.q_token + lane * 8;
-            q = *reinterpret_cast<const uint4*>(w.query + 2 * offset);
+    for (int s = 0; s < S::STAGES; ++s) copy(w.begin + s * S::WARPS + warp, s * S::STAGE);
+
+    // Queries with k in the tiles' order: ldmatrix gives a thread two neighbouring values of every 8 or four bytes of
+    // every 16, which `widen` takes as 0 2 and 1 3.
+    uint32_t q[STEPS * 2][2][NT];  // [half k step][dot product]
+    // Of a result's query rows, first_row + i / 2 * 8 + i % 2: what 1 stands for, maximum and sum so far, and values.
+    const int first_row = w.first_row + 2 * t, rows = w.rows - first_row;
+    float unit[NT * 2];
+    float2 seen[NT * 2];
+    float* values[NT * 2];
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const int r = w.first_row + n * 8 + g;
+        const uint16_t* from = a.query + w.row * a.q_row + (w.head * a.G + r % a.G) * a.q_head +
+                               w.token(r / a.G) * a.q_token + t * (INT8 ? 4 : 2);
+        uint32_t x[STEPS * 2];
+        float2 wide[STEPS * 2];
+        float most = 0.0f;
+#pragma unroll
+        for (int i = 0; i < STEPS * 2; ++i) {
+            const uint16_t* at = from + i / 2 * 16 + i % 2 * (INT8 ? 2 : 8);
+            x[i] = r < w.rows ? __ldg(reinterpret_cast<const uint32_t*>(at)) : 0;
+            const float2 bf16 = {__uint_as_float(x[i] << 16), __uint_as_float(x[i] & 0xffff0000u)};
+            wide[i] = a.bf16 ? bf16 : __half22float2(as_half2(x[i]));
+            most = fmaxf(most, fmaxf(fabsf(wide[i].x), fabsf(wide[i].y)));
         }
-        if constexpr (SCALED) {
-            const auto high = [](uint32_t x) { return max((x & 0x7fffu) >> 7, (x & 0x7fffffffu) >> 23); };
-            uint32_t most = max(max(high(q.x), high(q.y)), max(high(q.z), high(q.w)));
-            for (int mask = 1; mask < 32; mask *= 2) most = max(most, __shfl_xor_sync(~0u, most, mask));
-            const int power = min(264 - int(most), 254);  // the row's largest becomes 2^10: the least lose nothing
-            const float scale = __int_as_float(power << 23);
-            q = make_uint4(to_half(q.x, scale), to_half(q.y, scale), to_half(q.z, scale), to_half(q.w, scale));
-            if (lane == 0) w.unit[i] = __int_as_float((254 - power) << 23);
+        if constexpr (INT8) {
+            most = fmaxf(most, __shfl_xor_sync(ALL, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(ALL, most, 2));
+            const int power = min(264 - (__float_as_int(most) >> 23), 254);  // the row's largest becomes 2^10
+            const float scale = __int_as_float(power << 23), back = __int_as_float((254 - power) << 23);
+#pragma unroll
+            for (int i = 0; i < STEPS * 2; i += 2) {
+                x[i] = pack<E>(wide[i].x * scale, wide[i + 1].x * scale);
+                x[i + 1] = pack<E>(wide[i].y * scale, wide[i + 1].y * scale);
+            }
+            unit[2 * n] = __shfl_sync(ALL, back, 8 * t), unit[2 * n + 1] = __shfl_sync(ALL, back, 8 * t + 4);
         }
-        if (INT8)  // as `widen` pairs them: 0 2, 1 3, 4 6, 5 7
-            q = make_uint4(__byte_perm(q.x, q.y, 0x5410), __byte_perm(q.x, q.y, 0x7632),
-                           __byte_perm(q.z, q.w, 0x5410), __byte_perm(q.z, q.w, 0x7632));
-        if (unit < chunks * UNITS) at<uint4>(a.queries_at)[(unit * NT + i / 8) * 32 + i % 8 * 4 + lane / UNITS % 4] = q;
+#pragma unroll
+        for (int i = 0; i < STEPS * 2; ++i) {
+            const uint32_t negative = (x[i] >> 15 & 0x00010001u) * 0xffffu;
+            q[i][0][n] = a.minmax ? x[i] & ~negative : x[i];
+            q[i][1][n] = x[i] & (a.minmax ? negative : 0x7fff7fffu);
+        }
+        values[2 * n] = w.values(first_row + n * 8), values[2 * n + 1] = w.values(first_row + n * 8 + 1);
+        seen[2 * n] = seen[2 * n + 1] = {LOWEST, 0.0f};
     }
-    __syncthreads();
-
-    float total[NT][2] = {};
-    float* m = w.m[warp] + in_quad * 2;  // of row n * 8 + e at n * 8 + e; all quads write the same
-#pragma unroll
-    for (int i = 0; i < NT * 2; ++i) m[i / 2 * 8 + i % 2] = LOWEST;
-    // A thread's blocks of a tile: both of its parts, or theirs in common, or half of that.
-    const int own = a.P == 1 ? 2 : a.P == 2 || quad % 2 == 0 ? 1 : 0;
-
-    for (int tile = w.item.first_tile + warp; tile < w.item.end_tile; tile += WARPS) {
+    const int rows_even = a.log_p == 2 && g % 2 ? 0 : rows, rows_odd = a.log_p == 0 ? rows : 0;  // what is stored
+    const float soft = a.reduction == Reduction::softmax_mean ? 1.0f : 0.0f;
+    // What ldmatrix gets from a lane: even and odd parts, and both again of the second vector or of the next piece.
+    const int lane_at = lane % 8 * S::LINE + lane / 8 % 2 * S::PART + lane / 16 * (INT8 ? S::VECTOR : 16);
+    int at = 0;
+    for (int tile = w.begin + warp; tile < w.end; tile += S::WARPS) {
+        copy_wait<S::STAGES - 1>();
+        __syncwarp();
         float sum[2][NT][4] = {};
-        float factor[2][2] = {{a.first_factor, a.second_factor}, {a.first_factor, a.second_factor}};  // [half][vector]
-        for (int chunk = 0; chunk < chunks; ++chunk) {
-            wait_copies<STAGES - 2>();
-            feed.next(a, (stage + STAGES - 1) % STAGES);
-            uint32_t words[2][2][4];  // [vector][half]
 #pragma unroll
-            for (int i = 0; i < 4 && !HALVES; ++i) {
-                uint4 piece = shared[(stage * 4 + i) * THREADS + tid];
-                words[i / 2][i % 2][0] = piece.x, words[i / 2][i % 2][1] = piece.y;
-                words[i / 2][i % 2][2] = piece.z, words[i / 2][i % 2][3] = piece.w;
+        for (int k = 0; k < STEPS; ++k) {
+            uint32_t part[2][4], bytes[4];
+            if constexpr (INT8) {
+                load_matrices<false>(bytes, ring + at + lane_at + k * 16);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    part[i / 2][i % 2] = widen(bytes[i], a.magic);
+                    part[i / 2][i % 2 + 2] = widen(bytes[i] >> 8, a.magic);
+                }
+            } else {
+                load_matrices<false>(part[0], ring + at + lane_at + k * 32);
+                load_matrices<false>(part[1], ring + at + lane_at + k * 32 + S::VECTOR);
             }
-#pragma unroll(HALVES ? 1 : 2)
-            for (int unit = 0; unit < UNITS; ++unit) {
 #pragma unroll
-                for (int i = 0; i < 4 && HALVES; ++i) {
-                    uint2 piece = reinterpret_cast<const uint2*>(shared + (stage * 4 + i) * THREADS + tid)[unit];
-                    words[i / 2][i % 2][0] = piece.x, words[i / 2][i % 2][1] = piece.y;
-                }
-                uint32_t block[2][2][4];  // [k step][vector]
-#pragma unroll
-                for (int i = 0; i < 16; ++i) {
-                    const int k = i / 8, v = i / 4 % 2, half = i % 2, right = i / 2 % 2;
-                    if constexpr (INT8)
-                        block[k][v][i % 4] = widen(words[v][half][HALVES ? k : 2 * unit + k] >> (right * 8), a.magic);
-                    else
-                        block[k][v][i % 4] = words[v][half][2 * k + right];
-                }
-#pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    const uint4 q = at<uint4>(a.queries_at)[((chunk * UNITS + unit) * NT + n) * 32 + lane];
-#pragma unroll
-                    for (int k = 0; k < 2; ++k) {
-                        uint32_t first[2], second[2];
-                        expand<M2, MINMAX>(k ? q.z : q.x, first[0], second[0]);
-                        expand<M2, MINMAX>(k ? q.w : q.y, first[1], second[1]);
-                        mma<M2>(sum[0][n], block[k][0], first[0], first[1]);
-                        mma<M2>(sum[1][n], block[k][1], second[0], second[1]);
-                    }
-                }
-            }
-            if (INT8 && chunk == chunks - 1) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const uint32_t* scales = at<uint32_t>(a.scales_at) + (2 * stage + half) * THREADS + tid;
-                    const float2 scale = __half22float2(as<__half2>(*scales));
-                    factor[half][0] *= scale.x, factor[half][1] *= scale.y;
-                }
-            }
-            if (++stage == STAGES) stage = 0;
+            for (int i = 0; i < NT * 2; ++i)
+                mma<E>(sum[i % 2][i / 2], part[i % 2], {q[2 * k][i % 2][i / 2], q[2 * k + 1][i % 2][i / 2]});
         }
+        float2 scale[2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};  // of the even and the odd part's vectors
+        if constexpr (INT8) {
+            const __half2* scales = reinterpret_cast<const __half2*>(shared + ring_at + at + S::SCALES) + 2 * g;
+            scale[0] = __half22float2(scales[0]), scale[1] = __half22float2(scales[1]);
+        }
+        __syncwarp();
+        copy(tile + S::STAGES * S::WARPS, at);
+        at = at == (S::STAGES - 1) * S::STAGE ? 0 : at + S::STAGE;
 
-        // Scores, in place of the first sums: [n][e] of this thread's first part, [n][e + 2] of its second.
-        const int part = tile * TILE + 2 * quad, parts = w.item.closed * a.P;
-        const float* unit = w.unit + thread_index() % 4 * 2;
-        bool passed = false;
+        const int part = tile * TILE + 2 * g, block = part >> a.log_p;
+        float even[NT * 2], odd[NT * 2];  // of parts, then of blocks
 #pragma unroll
         for (int i = 0; i < NT * 4; ++i) {
-            float& x = sum[0][i / 4][i % 4];
-            const int half = i % 4 / 2;
-            x = factor[half][0] * x + factor[half][1] * sum[1][i / 4][i % 4];
-            if (SCALED) x *= unit[i / 4 * 8 + i % 2];
-            if (soft && part + half >= parts) x = -INFINITY;
-            passed |= x > m[i / 4 * 8 + i % 2] + SLACK;
+            const int half = i % 2, n = i / 4, c = i / 2 % 2 + half * 2;
+            const float score = scale[half].x * a.first_factor * sum[0][n][c] +
+                                scale[half].y * a.second_factor * sum[1][n][c];
+            (half ? odd : even)[i / 2] = part + half < parts ? score * (INT8 ? unit[i / 2] : 1.0f) : LOWEST;
         }
-        if (soft && __any_sync(~0u, passed)) {
+        if (a.log_p > 0) {
 #pragma unroll
-            for (int i = 0; i < NT * 2; ++i) {
-                const int n = i / 2, e = i % 2, row = start + n * 8 + in_quad * 2 + e;
-                const float before = m[n * 8 + e];
-                float top = fmaxf(before, fmaxf(sum[0][n][e], sum[0][n][e + 2]));
+            for (int i = 0; i < NT * 2; ++i) even[i] = join(even[i], odd[i], soft), odd[i] = LOWEST;
+        }
+        if (a.log_p > 1) {
 #pragma unroll
-                for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
-                const float keep = exp2_fast(before - top);
-                __syncwarp();
-                m[n * 8 + e] = top, total[n][e] *= keep;
-#pragma unroll 1
-                for (int t = w.item.first_tile + warp; row < w.rows && t < tile; t += WARPS)
-#pragma unroll 1
-                    for (int j = 0; j < own; ++j) w.values(a, row)[((t * TILE + 2 * quad) >> a.log_p) + j] *= keep;
-            }
+            for (int i = 0; i < NT * 2; ++i) even[i] = join(even[i], __shfl_xor_sync(ALL, even[i], 4), soft);
         }
 #pragma unroll
         for (int i = 0; i < NT * 2; ++i) {
-            const int n = i / 2, e = i % 2, row = start + n * 8 + in_quad * 2 + e;
-            float low = sum[0][n][e], high = sum[0][n][e + 2];
-            if (soft) {
-                low = exp2_fast(low - m[n * 8 + e]), high = exp2_fast(high - m[n * 8 + e]);
-                total[n][e] += low + high;
-            }
-            if (a.P > 1) low = soft ? low + high : fmaxf(low, high);
-            if (a.P > 2) {
-                high = __shfl_xor_sync(~0u, low, 4);
-                low = soft ? low + high : fmaxf(low, high);
-            }
-            if (own == 0 || row >= w.rows) continue;
-            const int place = row * w.pitch + (part >> a.log_p);
-            if (row < w.kept) {
-                at<float>(a.near_at)[place] = low;
-                if (a.P == 1) at<float>(a.near_at)[place + 1] = high;
-            } else {
-                w.far[place] = low;
-                if (a.P == 1) w.far[place + 1] = high;
-            }
+            const float top = fmaxf(seen[i].x, fmaxf(even[i], odd[i]));
+            seen[i].y = seen[i].y * exp2_fast(seen[i].x - top) + exp2_fast(even[i] - top) + exp2_fast(odd[i] - top);
+            seen[i].x = top;
+            if (i / 2 * 8 + i % 2 < rows_even) values[i][block] = even[i];
+            if (i / 2 * 8 + i % 2 < rows_odd) values[i][block + 1] = odd[i];
         }
     }
-
-    if (soft) {
 #pragma unroll
-        for (int i = 0; i < NT * 2; ++i) {
-            const int row = start + i / 2 * 8 + in_quad * 2 + i % 2;
-            float x = total[i / 2][i % 2];
-#pragma unroll
-            for (int mask = 4; mask < 32; mask *= 2) x += __shfl_xor_sync(~0u, x, mask);
-            if (quad == 0 && row < w.rows)
-                w.stats[(w.item.split * WARPS + warp) * a.G * a.T + row] = make_float2(m[i / 2 * 8 + i % 2], x);
-        }
+    for (int i = 0; i < NT * 2; ++i) {
+        if (a.log_p < 2) seen[i] = merge_lanes(seen[i], 4);  // else these two have seen the same blocks
+        seen[i] = merge_lanes(merge_lanes(seen[i], 8), 16);
+        const int r = i / 2 * 8 + i % 2;
+        if (g == 0 && r < rows) w.stats[(split * S::WARPS + warp) * w.rows + first_row + r] = seen[i];
     }
-    __syncthreads();  // values, sums, and every warp is done with the queries
 }
 
 // From values to scores. A block's score is the sum over entries of factor * (value - offset): an entry is a token,
-// whose values are first reduced over the group, or (softmax-mean) a query row, whose values are brought to the row's
-// m instead of their group's, with no offset.
-__device__ __forceinline__ void finish(const Args& a, const Work& w) {
-    const int tid = thread_index(), lane = tid % 32, warp = tid / 32, closed = w.item.closed;
+// whose values are first reduced over the group, or (softmax-mean) a query row, with exp2 of the difference.
+template <int WARPS>
+__device__ __forceinline__ void finish(const Arguments& a, const Work& w, float weight) {
+    constexpr int QUADS = 4, STEP = 4 * 32 * WARPS;  // blocks: a thread takes four times four, STEP apart
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = a.splits * WARPS;
     const bool soft = a.reduction == Reduction::softmax_mean;
-    const int entries = closed == 0 ? 0 : soft ? w.rows : w.tokens, most_rows = a.G * a.T;
-    float2* factors = at<float2>(a.factors_at);  // of entries: offset and factor
-    if (soft) {
-        for (int row = warp; row < entries; row += WARPS) {
-            float2 all = make_float2(LOWEST, 0.0f);
-#pragma unroll 4
-            for (int g = lane; g < a.splits * WARPS; g += 32) all = merge(all, w.stats[g * most_rows + row]);
-            for (int mask = 1; mask < 32; mask *= 2) {
-                float m = __shfl_xor_sync(~0u, all.x, mask), sum = __shfl_xor_sync(~0u, all.y, mask);
-                all = merge(all, make_float2(m, sum));
-            }
-            if (lane == 0) factors[row] = make_float2(all.x, w.weight[row / a.G] / (a.G * all.y));
-        }
-    } else {
-        for (int t = 0; t < entries; ++t) {
-            float* reduced = w.values(a, t * a.G);
-            float sum = 0.0f, squares = 0.0f;
-            for (int n = tid; n < closed; n += THREADS) {
-                float value = reduced[n];
-                for (int g = 1; g < a.G; ++g) {
-                    float other = w.values(a, t * a.G + g)[n];
-                    value = a.reduction == Reduction::max ? fmaxf(value, other) : value + other;
+    const int group = soft ? 1 : a.G, entries = w.closed > 0 ? w.rows / group : 0;
+    float2* factors = reinterpret_cast<float2*>(shared);  // offset and factor, where the ring was
+    for (int e = warp; e < entries; e += WARPS) {
+        float offset = 0.0f, factor = __shfl_sync(ALL, weight, w.token(e * group / a.G));
+        if (soft) {
+            float2 all = {LOWEST, 0.0f};
+            for (int i = lane; i < parts; i += 32) all = merge(all, w.stats[i * w.rows + e]);
+            for (int lanes = 1; lanes < min(parts, 32); lanes *= 2) all = merge_lanes(all, lanes);
+            offset = all.x, factor /= a.G * all.y;
+        } else {
+            float* reduced = w.values(e * a.G);
+            const auto sum = [&](auto term) {
+                float x = 0.0f;
+                for (int n = lane; n < w.closed; n += 32) x += term(n);
+                for (int lanes = 1; lanes < 32; lanes *= 2) x += __shfl_xor_sync(ALL, x, lanes);
+                return x;
+            };
+            const float mean = sum([&](int n) {
+                float x = reduced[n];
+                for (int i = 1; i < a.G; ++i) {
+                    const float other = w.values(e * a.G + i)[n];
+                    x = a.reduction == Reduction::max ? fmaxf(x, other) : x + other;
                 }
-                if (a.reduction == Reduction::mean) value /= a.G;
-                reduced[n] = value;
-                sum += value;
-            }
-            float mean = 0.0f, rate = 1.0f;
-            if (a.T > 1) {
-                mean = sum_threads(sum) / closed;
-                for (int n = tid; n < closed; n += THREADS) squares += (reduced[n] - mean) * (reduced[n] - mean);
-                rate = rsqrtf(sum_threads(squares) / closed + 1e-12f);
-            }
-            if (tid == 0) factors[t] = make_float2(mean, w.weight[t] * rate);
+                return reduced[n] = a.reduction == Reduction::max ? x : x / a.G;
+            }) / w.closed;
+            const float variance = sum([&](int n) { return (reduced[n] - mean) * (reduced[n] - mean); }) / w.closed;
+            if (a.T > 1) offset = mean, factor *= rsqrtf(variance + 1e-12f);
         }
+        if (lane == 0) factors[e] = {offset, factor};
     }
     __syncthreads();
-
-    // Four blocks a thread and turn; they are of one tile.
-    const int64_t row_closed = __ldg(a.closed + w.item.pair / a.H);
-    const int tiles = tiles_of(a, closed);
-    for (int first = 4 * tid; first < a.N; first += 4 * THREADS) {
-        float score[4] = {};
-        if (first < closed) {
-            const int tile = first * a.P / TILE, split = a.splits == 1 ? 0 : ((tile + 1) * a.splits - 1) / tiles;
-            const int group = split * WARPS + (tile - tiles * split / a.splits) % WARPS;
-            const float2* stats = w.stats + group * most_rows;
+    for (int first = 4 * threadIdx.x; first < a.N; first += QUADS * STEP) {
+        float score[QUADS * 4] = {};
 #pragma unroll 4
-            for (int e = 0; e < entries; ++e) {
-                const float4 x = *reinterpret_cast<const float4*>(w.values(a, soft ? e : e * a.G) + first);
-                const float2 factor = factors[e];
-                const float less = soft ? 0.0f : factor.x;
-                const float times = factor.y * (soft ? exp2_fast(stats[e].x - factor.x) : 1.0f);
-                score[0] += times * (x.x - less), score[1] += times * (x.y - less);
-                score[2] += times * (x.z - less), score[3] += times * (x.w - less);
+        for (int e = 0; e < entries; ++e) {
+            const float* values = w.values(e * group);
+            const float2 factor = factors[e];
+#pragma unroll
+            for (int j = 0; j < QUADS; ++j) {
+                const int n = first + j * STEP;
+                const float4 x = *reinterpret_cast<const float4*>(values + (n < w.closed ? n : 0));
+                const float over[4] = {x.x - factor.x, x.y - factor.x, x.z - factor.x, x.w - factor.x};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) score[j * 4 + i] += factor.y * (soft ? exp2_fast(over[i]) : over[i]);
             }
         }
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int n = first + j;
-            const bool always = n < a.sink_blocks || n >= row_closed - a.recent_blocks;
-            score[j] = n >= closed ? -INFINITY : always ? INFINITY : score[j];
-        }
-        float* out = a.out + int64_t(w.item.pair) * a.N + first;
-        if (a.N % 4 == 0) {
-            *reinterpret_cast<float4*>(out) = make_float4(score[0], score[1], score[2], score[3]);
-        } else {
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (first + j < a.N) out[j] = score[j];
+        for (int i = 0; i < QUADS * 4; ++i) {
+            const int n = first + i / 4 * STEP + i % 4;
+            const bool always = n < a.sink_blocks || n >= w.recent;
+            if (n < a.N) a.out[w.pair * a.N + n] = n >= w.closed ? -INFINITY : always ? INFINITY : score[i];
         }
     }
 }
 
-template <typename E2, bool INT8, bool MINMAX>
-__global__ void __launch_bounds__(THREADS, CTAS_PER_SM) score_kernel(const __grid_constant__ Args a) {
-    __shared__ Work w;
-    __shared__ bool is_last;
-    const int most_rows = a.G * a.T;
-    const bool one_pass = most_rows <= PASS;
+// Grid: (splits * chunks, H, B).
+template <typename E, int D, bool INT8>
+__global__ void __launch_bounds__(Shape<D, INT8>::THREADS, CTAS_PER_SM) score_kernel(const Arguments a) {
+    using S = Shape<D, INT8>;
+    __shared__ float2 cta_stats[S::WARPS * S::ROWS];
+    const int lane = threadIdx.x % 32, split = blockIdx.x / a.chunks, chunk = blockIdx.x - split * a.chunks;
+    Work w;
+    w.row = blockIdx.z, w.head = blockIdx.y, w.pair = static_cast<int64_t>(w.row) * a.H + w.head;
+    const int64_t closed = __ldg(a.closed + w.row), most = a.N;
+    w.closed = max(int64_t(0), min(closed, most)), w.recent = max(int64_t(0), min(closed - a.recent_blocks, most));
+    const float weight = lane >= a.T ? 0.0f : a.T == 1 ? 1.0f : __ldg(a.weights + w.row * a.T + lane);
+    w.active = __ballot_sync(ALL, weight != 0.0f);
+    w.rows = __popc(w.active) * a.G, w.first_row = chunk * S::ROWS;
+    if (w.first_row > 0 && w.first_row >= w.rows) return;
+    const int arrivals = a.splits * max(1, (w.rows + S::ROWS - 1) / S::ROWS);
+    const int tiles = ((w.closed << a.log_p) + TILE - 1) / TILE;
+    w.begin = tiles * split / a.splits, w.end = tiles * (split + 1) / a.splits;
+    w.pitch = pitch_of(w.closed), w.kept = arrivals > 1 ? 0 : a.room / w.pitch;
+    w.near = reinterpret_cast<float*>(shared + S::RING_BYTES);
+    w.far = a.values + w.pair * a.G * a.T * pitch_of(a.N);
+    w.stats = arrivals > 1 ? a.stats + w.pair * a.splits * S::WARPS * a.G * a.T : cta_stats;
 
-    Feed<INT8> feed;
-    int stage = 0;
-    auto begin = [&](int index) {
-        feed.index = index;
-        feed.open(a);
-        if (!one_pass) feed.index = a.items;  // no further
-#pragma unroll 1
-        for (int i = 0; i < STAGES - 1; ++i) feed.next(a, (stage + i) % STAGES);
-    };
-    if (one_pass) begin(blockIdx.x);
-    for (int index = blockIdx.x; index < a.items; index += gridDim.x) {
-        const Item item = item_of(a, index);
-        const int tid = thread_index(), lane = tid % 32;
-        const int b = item.pair / a.H, h = item.pair - b * a.H;
-        const float weight = lane < a.T ? (a.T == 1 ? 1.0f : __ldg(a.weights + int64_t(b) * a.T + lane)) : 0.0f;
-        const unsigned active = __ballot_sync(~0u, weight != 0.0f);
-        __syncthreads();  // the last item is finished
-        if (tid < 32 && weight != 0.0f) {
-            int place = __popc(active & ((1u << lane) - 1));
-            w.token[place] = lane, w.weight[place] = weight;
-        }
-        if (tid == 0) {
-            w.item = item;
-            w.query = a.query + 2 * (b * a.q_row + int64_t(h) * a.G * a.q_head);
-            w.tokens = __popc(active), w.rows = w.tokens * a.G;
-            w.pitch = pitch_of(item.closed);
-            w.far = a.values + int64_t(item.pair) * most_rows * pitch_of(a.N);
-            w.kept = a.splits > 1 ? 0 : min(w.rows, a.room / w.pitch);
-            w.stats = a.splits > 1 ? a.stats + int64_t(item.pair) * a.splits * WARPS * most_rows
-                                   : at<float2>(a.stats_at);
-        }
-        __syncthreads();
-
-        for (int start = 0; w.item.closed > 0 && (start == 0 || start < w.rows); start += PASS) {
-            if (!one_pass) begin(index);
-            const int left = w.rows - start;
-            if (left <= 8) stream<E2, INT8, MINMAX, 1>(a, w, feed, stage, start);
-            else if (left <= 16) stream<E2, INT8, MINMAX, 2>(a, w, feed, stage, start);
-            else stream<E2, INT8, MINMAX, 4>(a, w, feed, stage, start);
-        }
-        if (a.splits > 1) {
-            __threadfence();
-            __syncthreads();
-            // The counter wraps to 0 by itself.
-            const unsigned before_last = a.splits - 1;
-            if (thread_index() == 0) is_last = atomicInc(a.counters + w.item.pair, before_last) == before_last;
-            __syncthreads();
-            if (!is_last) continue;
-            __threadfence();
-        }
-        finish(a, w);
-    }
+    if (w.rows - w.first_row > 8) stream<E, D, INT8, S::ROW_TILES>(a, w, split);
+    else if (w.rows > w.first_row) stream<E, D, INT8, 1>(a, w, split);
+    if (arrivals == 1) __syncthreads();
+    else if (!arrives_last(a.counters, w.pair, arrivals)) return;
+    finish<S::WARPS>(a, w, weight);
 }
 
-int attribute(cudaDeviceAttr which) {
-    int device = 0, value = 0;
-    if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&value, which, device) != cudaSuccess) return 0;
-    return value;
+template <typename E, int D, bool INT8>
+cudaError_t run(Arguments a, int B, cudaStream_t stream) {
+    using S = Shape<D, INT8>;
+    Limits limits;
+    if (const cudaError_t error = read_limits(limits); error != cudaSuccess) return error;
+    // Values get what an SM's CTAs leave of its shared memory.
+    const int bytes = std::max(S::RING_BYTES, std::min(limits.sm_shared / CTAS_PER_SM, limits.cta_shared) - RESERVED);
+    a.room = (bytes - S::RING_BYTES) / 4, a.chunks = (a.G * a.T + S::ROWS - 1) / S::ROWS;
+    // One wave at most: half the CTAs of one are enough for the memory's bandwidth, and each has its start and end.
+    const int64_t slots = std::min(limits.sms * CTAS_PER_SM, MOST_CTAS), ctas = int64_t(B) * a.H * a.chunks;
+    a.splits = std::max(1, std::min<int>(slots / ctas, (a.N << a.log_p) / (TILE * S::WARPS)));
+    return launch(score_kernel<E, D, INT8>, dim3(a.splits * a.chunks, a.H, B), S::THREADS, bytes, a, stream);
 }
 
-int places() { return std::max(1, attribute(cudaDevAttrMultiProcessorCount)) * CTAS_PER_SM; }
-
-// Items a (row, KV head): what takes the fewest tiles' time, each warp having a tile at least.
-int splits_of(int64_t pairs, int N, int P) {
-    const int64_t tiles = (int64_t(N) * P + TILE - 1) / TILE, slots = places();
-    int64_t best = 0, least = 0;
-    for (int64_t s = 1; s == 1 || (s * WARPS <= tiles && s * pairs <= 4 * slots); ++s) {
-        const int64_t time = (pairs * s + slots - 1) / slots * ((tiles + s - 1) / s + ITEM_COST);
-        if (s == 1 || time < least) best = s, least = time;
-    }
-    return static_cast<int>(best);
+template <typename E, bool INT8>
+auto run_of(int D) {
+    return D == 64 ? run<E, 64, INT8> : D == 80 ? run<E, 80, INT8> : D == 96 ? run<E, 96, INT8> :
+           D == 128 ? run<E, 128, INT8> : D == 256 ? run<E, 256, INT8> : nullptr;
 }
 
-int64_t stats_bytes(int64_t pairs, int splits, int rows) {
-    return splits > 1 ? (pairs * splits * WARPS * rows * 8 + 255) / 256 * 256 : 0;
+int64_t stats_bytes(int64_t pairs, int64_t rows) {
+    return round_up(std::max<int64_t>(pairs, MOST_CTAS) * MOST_WARPS * rows * sizeof(float2));
 }
 
 }  // namespace
 
-int64_t score_counters(int B, int H) { return (int64_t(B) * H * 4 + 255) / 256 * 256; }
+int64_t score_counters(int B, int H) { return round_up(int64_t(B) * H * 4); }
 
 int64_t score_scratch(int B, int H, int G, int T, int N, int P) {
-    const int64_t pairs = int64_t(B) * H;
-    return score_counters(B, H) + stats_bytes(pairs, splits_of(pairs, N, P), G * T) + pairs * G * T * pitch_of(N) * 4;
+    const int64_t pairs = int64_t(B) * H, rows = int64_t(G) * T;
+    return score_counters(B, H) + stats_bytes(pairs, rows) + pairs * rows * pitch_of(N) * 4;
 }
 
 cudaError_t score(const void* query, int64_t q_row, int64_t q_head, int64_t q_token, const void* summaries,
@@ -593,64 +376,24 @@ cudaError_t score(const void* query, int64_t q_row, int64_t q_head, int64_t q_to
                   int N, int64_t cap, int P, bool int8, Scorer scorer, float half_range, Reduction reduction,
                   float scaling, int sink_blocks, int recent_blocks, float* out, void* scratch, Dtype dtype,
                   cudaStream_t stream) {
-    // A stride that is never taken may be anything. The rest suits 16-byte loads and stores.
-    const bool aligned = (B <= 1 || q_row % 8 == 0) && (H * G <= 1 || q_head % 8 == 0) &&
-                         (T <= 1 || q_token % 8 == 0) && reinterpret_cast<uintptr_t>(query) % 16 == 0 &&
-                         reinterpret_cast<uintptr_t>(summaries) % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
-    if (!aligned || D % 16 || D < 16 || D > 256 || T < 1 || T > MAX_TOKENS || G < 1 || N > cap ||
-        (P != 1 && P != 2 && P != 4) || (int8 && !scales) || int64_t(B) * H > (1 << 20) || N > (1 << 20))
+    const bool bf16 = dtype == Dtype::bf16, minmax = scorer == Scorer::minmax;
+    const auto run = int8 ? run_of<__half, true>(D) : bf16 ? run_of<__nv_bfloat16, false>(D) : run_of<__half, false>(D);
+    // Queries are read in pairs; the stride of a dimension of size 1 may be anything.
+    const bool odd = (B > 1 && q_row % 2) || (H * G > 1 && q_head % 2) || (T > 1 && q_token % 2);
+    if (run == nullptr || odd || misaligned(query, 4) || misaligned(summaries, 16) || misaligned(scratch, 16) ||
+        T < 1 || T > MAX_TOKENS || G < 1 || int64_t(G) * T > 4096 || N > cap || N > (1 << 20) ||
+        (P != 1 && P != 2 && P != 4) || (int8 && !scales) || std::max(B, H) > 65535 || int64_t(B) * H > (1 << 20))
         return cudaErrorInvalidValue;
     if (B <= 0 || H <= 0 || N <= 0) return cudaSuccess;
-
-    const int64_t pairs = int64_t(B) * H;
-    const int rows = G * T;
-    char* scratch_at = static_cast<char*>(scratch);
-    Args a;
-    a.query = static_cast<const char*>(query), a.q_row = q_row, a.q_head = q_head, a.q_token = q_token;
-    a.summaries = static_cast<const char*>(summaries), a.scales = static_cast<const uint32_t*>(scales);
-    a.closed = closed, a.weights = weights;
-    a.H = H, a.G = G, a.T = T, a.D = D, a.N = N, a.P = P, a.log_p = P / 2, a.cap = cap;
-    a.splits = splits_of(pairs, N, P), a.items = static_cast<int>(pairs * a.splits);
-    a.magic = 0x64806480u;
-    a.tiles_n = rows <= 8 ? 1 : rows <= 16 ? 2 : 4;
-    a.first_factor = reduction == Reduction::softmax_mean ? scaling * LOG2E : scaling;
-    a.second_factor = a.first_factor * (scorer == Scorer::midrange ? half_range : 1.0f);
-    a.reduction = reduction, a.sink_blocks = sink_blocks, a.recent_blocks = recent_blocks, a.out = out;
-    a.counters = reinterpret_cast<unsigned*>(scratch_at);
-    a.stats = reinterpret_cast<float2*>(scratch_at + score_counters(B, H));
-    a.values = reinterpret_cast<float*>(scratch_at + score_counters(B, H) + stats_bytes(pairs, a.splits, rows));
-
-    // Shared memory: the ring, what belongs to it, and in what is left of an SM's share, values.
-    const int chunks = (D * (int8 ? 1 : 2) + CHUNK - 1) / CHUNK;
-    a.scales_at = STAGES * THREADS * 64;
-    a.queries_at = a.scales_at + (int8 ? STAGES * THREADS * 8 : 0);
-    a.stats_at = a.queries_at + chunks * (int8 ? 2 : 1) * a.tiles_n * 512;
-    a.factors_at = a.stats_at + WARPS * rows * 8;
-    a.near_at = a.factors_at + (rows + rows % 2) * 8;
-    const int fixed = a.near_at;
-    constexpr int reserved = 1024 + 2048;  // the system's, and the static arrays
-    const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 2048;
-    int share = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / CTAS_PER_SM - reserved;
-    if (fixed > share) share = most;
-    if (fixed > most) return cudaErrorInvalidValue;
-    const int64_t wanted = a.splits > 1 ? 0 : int64_t(rows) * pitch_of(N);
-    a.room = static_cast<int>(std::min<int64_t>(wanted, (std::min(share, most) - fixed) / 4));
-    const int bytes = fixed + 4 * a.room;
-
-    auto pick = [&](auto e2) {
-        using E2 = decltype(e2);
-        if (scorer == Scorer::minmax) return int8 ? score_kernel<E2, true, true> : score_kernel<E2, false, true>;
-        return int8 ? score_kernel<E2, true, false> : score_kernel<E2, false, false>;
-    };
-    void (*kernel)(const Args) = dtype == Dtype::bf16 ? pick(__nv_bfloat162{}) : pick(__half2{});
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-    if (error != cudaSuccess) return error;
-    void* arguments[] = {&a};
-    const int ctas = std::min(a.items, places());
-    return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(ctas), dim3(THREADS), arguments, bytes,
-                            stream);
+    const float factor = reduction == Reduction::softmax_mean ? scaling * LOG2E : scaling;
+    char* after_counters = static_cast<char*>(scratch) + score_counters(B, H);
+    const Arguments a = {
+        static_cast<const uint16_t*>(query), static_cast<const char*>(summaries), static_cast<const uint32_t*>(scales),
+        closed, weights, out, reinterpret_cast<float*>(after_counters + stats_bytes(int64_t(B) * H, G * T)),
+        static_cast<int*>(scratch), reinterpret_cast<float2*>(after_counters), q_row, q_head, q_token, cap, factor,
+        minmax ? factor : factor * half_range, H, G, T, N, P / 2, sink_blocks, recent_blocks, reduction, minmax, bf16,
+        0x64806480u};
+    return run(a, B, stream);
 }
 
 }  // namespace oasis

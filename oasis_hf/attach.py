@@ -36,7 +36,9 @@ _attaching = threading.RLock()
 _locks: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()  # of configs: models may share one
 _replaced: dict[int, str] = {}  # config -> the implementation that NAME stands in for, kept for calls that race with it
 
-_CACHE_NAMES = ("cache", "past_key_values")  # transformers 5.24 renamed the argument
+CACHE_NAMES = ("cache", "past_key_values")  # transformers 5.24 renamed the argument
+HANDLE = "_oasis_layer"
+"""Attribute of a compiled layer's attention module: its `layer_idx` as a tensor, which graphs are not made anew for."""
 
 
 class UnsupportedModelError(ConfigError):
@@ -120,43 +122,55 @@ def oasis_attention(
     softcap: float | None = None, position_bias: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """transformers' attention interface. query `[B, Hq, q, D]`, key and value `[B, H, q, D]`, post-RoPE."""
+    handle = getattr(module, HANDLE, None)
+    if handle is not None and torch.compiler.is_compiling():
+        _refuse_extras(module, dropout, softcap, attention_mask, position_bias)
+        return torch.ops.oasis_hf.layer(query, key, value, handle, scaling, s_aux), None
     cache = _active.get()
     if cache is None:
         given = {"s_aux": s_aux, "softcap": softcap, "position_bias": position_bias}
         kwargs.update((name, value) for name, value in given.items() if value is not None)
         plain = _own_attention(module)
         return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    return _attend(cache, module, query, key, value, attention_mask, dropout, scaling, s_aux, softcap, position_bias)
+    _refuse_extras(module, dropout, softcap, attention_mask, position_bias)
+    return attend_layer(cache, module.layer_idx, query, key, value, scaling, s_aux), None
 
 
-@torch.compiler.disable
-def _attend(
-    cache: "OasisCache", module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any,
-    dropout: float, scaling: float | None, sinks: Any, softcap: float | None, bias: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    other = "use DynamicCache for this model."
+_OTHER = "use DynamicCache for this model."
+
+
+def _refuse_extras(module: Any, dropout: float, softcap: float | None, mask: Any, bias: Any) -> None:
     if dropout:
         raise RuntimeError("OasisCache does not apply attention dropout: call model.eval() before generating.")
     if softcap is not None:
-        raise RuntimeError(f"OasisCache does not support soft-capped attention logits: {other}")
+        raise RuntimeError(f"OasisCache does not support soft-capped attention logits: {_OTHER}")
     if mask is not None or bias is not None:
-        raise RuntimeError(f"OasisCache does not apply the mask or bias that {type(module).__name__} makes: {other}")
-    step, layer = cache.state.need_step(), cache.layers[module.layer_idx]
+        raise RuntimeError(f"OasisCache does not apply the mask or bias that {type(module).__name__} makes: {_OTHER}")
+
+
+@torch.compiler.disable
+def attend_layer(
+    cache: "OasisCache", index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    scaling: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """One layer's attention of the forward under way: arguments as `oasis_attention` has them. Returns
+    `[B, q, Hq, D]`."""
+    step, layer = cache.state.need_step(), cache.layers[index]
     if layer.heads != key.shape[1]:
         raise RuntimeError(
-            f"OasisCache was given {layer.heads} KV heads to keep, but {type(module).__name__} attends with "
-            f"{key.shape[1]}: {other}"
+            f"OasisCache was given {layer.heads} KV heads to keep, but {type(cache.model).__name__} attends with "
+            f"{key.shape[1]}: {_OTHER}"
         )
-    if module.layer_idx in step.attended:
+    if index in step.attended:
         raise RuntimeError(
-            f"{type(module).__name__} attends twice a layer, and OasisCache would store each token twice: {other}"
+            f"{type(cache.model).__name__} attends twice a layer, and OasisCache would store each token twice: {_OTHER}"
         )
-    step.attended.add(module.layer_idx)
+    step.attended.add(index)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = layer.attend(query, key, value, scaling, sinks)
     if step.tick is not None:
         step.tick()
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
 
 
 def oasis_mask(*args: Any, **kwargs: Any) -> Any:
@@ -238,10 +252,10 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from .cache import OasisCache
 
-        cache = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
         if cache is None and args:
             bound = self.signature.bind_partial(*args).arguments
-            cache = next((bound[name] for name in _CACHE_NAMES if bound.get(name) is not None), None)
+            cache = next((bound[name] for name in CACHE_NAMES if bound.get(name) is not None), None)
         with self.lock:
             # An older wrapper may stand inside someone else's: the outer one has the call in hand.
             if isinstance(cache, OasisCache) and _active.get() is not cache:
@@ -257,7 +271,7 @@ class _Forward:
                 "OasisCache(this_model)."
             )
         call = _flatten(self.signature.bind_partial(*args, **kwargs))
-        for name in _CACHE_NAMES:
+        for name in CACHE_NAMES:
             call.pop(name, None)
         call[self.name] = cache
         config = text_config(model)
@@ -291,7 +305,7 @@ class _Prefill:
     def __call__(self, input_ids: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
         from .cache import OasisCache
 
-        cache = next((model_kwargs[name] for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
+        cache = next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
         if isinstance(cache, OasisCache):
             ends = getattr(generation_config, "eos_token_id", None)
             pad = getattr(generation_config, "_pad_token_tensor", None)
@@ -319,6 +333,11 @@ def _flatten(bound: inspect.BoundArguments) -> dict[str, Any]:
 def from_generate(call: dict[str, Any]) -> bool:
     """Whether a forward's arguments are those of generate's own loop, whose mask grows by ones at every step."""
     return call.get("return_dict") is True and call.get("use_cache") is True and call.get("position_ids") is not None
+
+
+def active_cache() -> "OasisCache | None":
+    """Whose forward is running."""
+    return _active.get()
 
 
 def in_prefill() -> bool:

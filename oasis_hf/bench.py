@@ -11,7 +11,7 @@ import argparse
 import datetime
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -38,14 +38,34 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+WARM = 8
+"""Steps before those that are timed: eager ones, compilation and capture."""
+
+CHANCES = 8
+"""Draws of chance scores a layer has."""
+
+STEPS = {
+    "model": ("model over the working set", False, False),
+    "prediction": ("and prediction", True, False),
+    "whole": ("and transfer: the whole step", True, True),
+}
+"""Parts of a step that are timed: a name, and whether blocks are predicted and transferred."""
+
+DENSE_ROOM = 256
+"""Tokens that the dense mode's cache holds beyond the context."""
+
+
 @dataclass
 class Reading:
-    """ms: median of a step; bytes: moved over the link in it."""
+    """ms: median of a step, its replay alone where it is captured; call_ms: as its caller sees it; bytes: moved over
+    the link in it; graph: what was replayed."""
 
     what: str
     rows: int
     ms: float
+    call_ms: float
     bytes: int
+    graph: str
 
     @property
     def tokens_per_second(self) -> float:
@@ -90,7 +110,7 @@ def filled(
     keys = torch.empty((rows, heads, 1, dim), dtype=dtype, device=device)
     store = state.open_store(keys)
     assert isinstance(store, HostStore)
-    blocks = -(-context // BLOCK) + 64
+    blocks = -(-context // BLOCK) + (DENSE_ROOM // BLOCK)
     pages = store.pool.allocate(int(pool_gib * 2**30) // store.pool.page_bytes)
     store.pool.pages[: len(pages)].fill_(0.01)
     layers = store.table.shape[0]
@@ -109,10 +129,13 @@ def filled(
         own.values.normal_()
         last = (context - 1) // BLOCK
         slots = own.allocated
-        for row in range(rows):
-            for head in range(heads):
-                own.table[row, head, : slots - 1] = torch.randperm(last, device=device)[: slots - 1]
-        own.table[:, :, slots - 1] = last
+        if slots > last:
+            own.table.copy_(torch.arange(slots, device=device))
+            own.table.masked_fill_(own.table > last, -1)
+        else:
+            chance = torch.rand((rows * heads, last), device=device).argsort(1)[:, : slots - 1]
+            own.table[:, :, : slots - 1] = chance.view(rows, heads, -1)
+            own.table[:, :, slots - 1] = last
         layer.recent = torch.randn(rows, text.num_attention_heads, 1, dim, dtype=dtype, device=device).repeat(
             1, 1, state.window, 1
         )
@@ -126,13 +149,21 @@ def filled(
 
 @contextmanager
 def forced_misses(on: bool) -> Iterator[None]:
-    """Scores are made as always, then replaced by chance: what is predicted is anything, and C of it are fetched."""
+    """Scores are made as always, then replaced by chance, one of CHANCES drawn in turn: what is predicted is anything,
+    and C of it are fetched. What closes after the first step is not predicted."""
     score = Summaries.score
+    drawn: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def chance(self: Summaries, query: Any, closed: Any, *rest: Any) -> torch.Tensor:
         scores = score(self, query, closed, *rest)
-        noise = torch.rand_like(scores)
-        return torch.where(scores > -torch.inf, noise, scores)
+        if id(self) not in drawn:
+            rows, heads, most = self.vectors.shape[:3]
+            noise = torch.rand((CHANCES, rows, heads, most), device=scores.device)
+            noise.masked_fill_(torch.arange(most, device=scores.device) >= closed[:, None, None], -torch.inf)
+            drawn[id(self)] = noise, torch.zeros(1, dtype=torch.int64, device=scores.device)
+        noise, turn = drawn[id(self)]
+        turn.add_(1).remainder_(CHANCES)
+        return noise[..., : scores.shape[2]].index_select(0, turn)[0]
 
     try:
         if on:
@@ -145,55 +176,102 @@ def forced_misses(on: bool) -> Iterator[None]:
 @contextmanager
 def parts(predict: bool, transfer: bool) -> Iterator[None]:
     """Steps without prediction, or with prediction but no transfer: what each adds."""
-    fetch, gather = OasisLayer._fetch, HostStore.gather
+    fetch, captured, gather = OasisLayer._fetch, OasisLayer._predict, HostStore.gather
     try:
         if not predict:
-            OasisLayer._fetch = lambda self, *args: None  # type: ignore[method-assign]
+            OasisLayer._fetch = OasisLayer._predict = lambda self, *args: None  # type: ignore[method-assign]
         if not transfer:
             HostStore.gather = lambda self, *args: None  # type: ignore[method-assign]
         yield
     finally:
-        OasisLayer._fetch, HostStore.gather = fetch, gather  # type: ignore[method-assign]
+        OasisLayer._fetch, OasisLayer._predict = fetch, captured  # type: ignore[method-assign]
+        HostStore.gather = gather  # type: ignore[method-assign]
+
+
+class _Timed:
+    """A graph whose replays are timed. times: their events."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph = graph
+        self.times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def replay(self) -> None:
+        with _between(self.times):
+            self.graph.replay()
+
+
+@contextmanager
+def _between(times: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> Iterator[None]:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    yield
+    end.record()
+    times.append((begin, end))
+
+
+def _median(times: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in times)
 
 
 @torch.no_grad()
-def step_ms(model: Any, cache: OasisCache, steps: int) -> float:
-    """Median milliseconds of a decode step as its caller sees it, with no work between steps."""
+def step_ms(model: Any, cache: OasisCache, steps: int) -> tuple[float, float]:
+    """Median milliseconds of a decode step: its replay alone, and as its caller sees it with no work between steps."""
     rows = len(cache.state.need_rows())
     token = torch.full((rows, 1), 7, device=cache.device)
-    times = []
-    for step in range(steps + 6):
+    calls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for step in range(steps + WARM):
+        if step == WARM:
+            calls.clear()
+            for one in cache.graphs.captured.values():
+                one.graph = _Timed(one.graph)  # type: ignore[assignment]
         at = torch.full_like(token, cache.get_seq_length())
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        model(input_ids=token, position_ids=at, past_key_values=cache, logits_to_keep=1)
-        end.record()
-        end.synchronize()
-        if step >= 6:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+        with _between(calls):
+            model(input_ids=token, position_ids=at, past_key_values=cache, logits_to_keep=1)
+        torch.cuda.synchronize()
+    replays = [time for one in cache.graphs.captured.values() for time in getattr(one.graph, "times", ())]
+    return _median(replays or calls), _median(calls)
 
 
 def bench(
-    model: Any, rows: int, context: int, steps: int = 30, pool_gib: float = 4, graphs: bool = True, **knobs: Any
-) -> list[Reading]:
+    model: Any, rows: int, context: int, steps: int = 30, pool_gib: float = 4, graphs: bool = True,
+    compiled: bool = True, parts_of: Sequence[str] = ("model", "prediction", "whole"), **knobs: Any,
+) -> list[Reading]:  # fmt: skip
     """Readings of the step whole, without its transfer, and without prediction."""
     readings = []
-    for what, predict, transfer in (
-        ("model over the working set", False, False), ("and prediction", True, False),
-        ("and transfer: the whole step", True, True),
-    ):  # fmt: skip
-        config = OasisConfig(graphs=graphs, **knobs)
+    for part in parts_of:
+        what, predict, transfer = STEPS[part]
+        config = OasisConfig(graphs=graphs, compile_after=0 if compiled else None, **knobs)
         with forced_misses(True), parts(predict, transfer):
-            cache = filled(model, config, rows, context, pool_gib)
-            ms = step_ms(model, cache, steps)
-        fetched = int(cache.stats()["fetched"].sum()) if transfer else 0
-        moved = fetched * cache.state.block_bytes // (steps + 6)
-        why = cache.graphs.refused
-        readings.append(Reading(what + (f" (no graph: {why})" if why else ""), rows, ms, moved))
-        del cache
-        torch.cuda.empty_cache()
+            readings.append(_reading(what, model, config, rows, context, steps, pool_gib))
     return readings
+
+
+def dense(
+    model: Any, rows: int, context: int, steps: int = 30, pool_gib: float = 4, graphs: bool = True,
+    compiled: bool = True,
+) -> Reading:  # fmt: skip
+    """The same graph and modules over the whole context on the GPU: one query, nothing predicted or fetched."""
+    config = OasisConfig(
+        budget=context + DENSE_ROOM, lookahead="none", graphs=graphs, compile_after=0 if compiled else None,
+        tokens_per_summary=16,
+    )  # fmt: skip
+    return _reading("dense, all on the GPU", model, config, rows, context, steps, pool_gib)
+
+
+def _reading(
+    what: str, model: Any, config: OasisConfig, rows: int, context: int, steps: int, pool_gib: float
+) -> Reading:
+    cache = filled(model, config, rows, context, pool_gib)
+    before = int(cache.stats()["fetched"].sum())
+    ms, call_ms = step_ms(model, cache, steps)
+    moved = (int(cache.stats()["fetched"].sum()) - before) * cache.state.block_bytes // (steps + WARM)
+    graph = f"none: {cache.graphs.refused}" if cache.graphs.refused else "compiled layers"
+    if not cache.graphs.refused and (cache.graphs.unfused or config.compile_after is None):
+        graph = f"stock layers{': ' + cache.graphs.unfused if cache.graphs.unfused else ''}"
+    del cache
+    torch.cuda.empty_cache()
+    return Reading(what, rows, ms, call_ms, moved, graph)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -217,17 +295,20 @@ def main(args: argparse.Namespace) -> int:
     model = random_model(args.shape)
     title = f"{args.shape}, {args.context:,} tokens a row, budget {args.budget:,}, {args.lookahead}, random weights"
     table = Table(title=title)
-    for column in ("rows", "a step of", "ms", "tokens/s", "over the link, MB", "link, GB/s"):
-        table.add_column(column, justify="left" if column == "a step of" else "right")
+    for column in ("rows", "a step of", "ms", "as called", "tokens/s", "over the link, MB", "link, GB/s", "graph"):
+        table.add_column(column, justify="left" if column in ("a step of", "graph") else "right")
     readings: list[Reading] = []
+    how = dict(graphs=not args.eager, compiled=not args.no_compile)
     for rows in args.rows:
-        readings += bench(model, rows, args.context, args.steps, graphs=not args.eager, **knobs)
+        readings += bench(model, rows, args.context, args.steps, **how, **knobs)
+    for rows in args.dense_rows:
+        readings.append(dense(model, rows, args.context, args.steps, **how))
     for one in readings:
         table.add_row(
-            str(one.rows), one.what, f"{one.ms:.2f}", f"{one.tokens_per_second:,.0f}", f"{one.bytes / 1e6:,.1f}",
-            f"{one.link / 1e9:.1f}",
+            str(one.rows), one.what, f"{one.ms:.2f}", f"{one.call_ms:.2f}", f"{one.tokens_per_second:,.0f}",
+            f"{one.bytes / 1e6:,.1f}", f"{one.link / 1e9:.1f}", one.graph,
         )  # fmt: skip
-    Console(width=110).print(table)
+    Console(width=130).print(table)
     if args.json:
         rows_out = [{**asdict(one), "tokens_per_second": one.tokens_per_second} for one in readings]
         told = {

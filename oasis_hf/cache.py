@@ -152,6 +152,7 @@ class OasisCache(Report, Cache):
     def _hide(self, row: int, kept: torch.Tensor) -> None:
         """Take tokens out of the middle of a row: what follows them moves up."""
         self.stepper.forget()
+        self.settle()
         state, rows = self.state, self.state.need_rows()
         stays = kept[rows.valid[row]]  # by the row's own token
         first = int((~stays).nonzero()[0])
@@ -177,6 +178,10 @@ class OasisCache(Report, Cache):
                 layer.hide(row, kept)
         state.mark_dirty([first if i == row else n for i, n in enumerate(rows.tokens)])
         self.drafter.hide(row, first, later)
+
+    def settle(self) -> None:
+        """Make the transfers now that a replayed step left to the next one: before anything else changes."""
+        self.graphs.settle(self)
 
     def first_select(self) -> None:
         """Fill the working sets after a prefill."""
@@ -225,6 +230,7 @@ class OasisCache(Report, Cache):
         tail = self.stepper.tail
         if tail is None:
             raise ValueError("There are no drafts to commit: they are gone once another forward or a crop has run.")
+        self.settle()
         rows = self.state.need_rows()
         for draft in path:
             entry = tail.count + draft
@@ -281,6 +287,7 @@ class OasisCache(Report, Cache):
             if isinstance(layer, SlidingLayer):
                 layer.check_crop(rows.columns - count)
         self.stepper.forget()
+        self.settle()
         before = list(rows.tokens)
         rows.crop(count)
         if self.state.store is not None:
@@ -306,6 +313,7 @@ class OasisCache(Report, Cache):
         if rows is None or index == list(range(len(rows))):
             return
         self.stepper.ended = None
+        self.settle()
         rows.select(index)
         self.state.dirty_from = [self.state.dirty_from[i] for i in index]
         if self.state.store is not None:
@@ -352,6 +360,7 @@ class OasisCache(Report, Cache):
         self.stepper = Stepper(self)
         if state.rows is None:
             return
+        self.settle()
         state.rows = Rows(len(state.rows))
         state.dirty_from = [0] * len(state.rows)
         state.first_due = False
@@ -369,6 +378,7 @@ class OasisCache(Report, Cache):
     @_keeps_buffers
     def __deepcopy__(self, memo: dict[int, Any]) -> "OasisCache":
         """A branch: host pages are shared, what is on the device is copied."""
+        self.settle()
         other = object.__new__(type(self))
         memo[id(self)] = other
         for name, value in self.__dict__.items():

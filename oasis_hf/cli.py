@@ -53,6 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens-per-summary", type=int, default=8, help="16, 8 or 4 (default: 8)")
     bench.add_argument("--steps", type=int, default=30, help="timed steps (default: 30)")
     bench.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    bench.add_argument("--no-compile", action="store_true", help="graphs of the layers as they are")
+    bench.add_argument(
+        "--dense-rows", type=int, nargs="*", default=[], help="also the dense mode, all KV on the GPU, for these rows"
+    )
     bench.add_argument("--json", type=Path, help="write the readings there too")
     bench.set_defaults(run=_bench)
     return parser

@@ -1,7 +1,7 @@
 """A whole decode step as one CUDA graph: captured once it has run as it is, replayed while nothing moves.
 
-What a graph holds are addresses. So its key is the step's shape and the address of everything a layer touches; when
-summaries or the table grow, or rows are chosen anew, the key is another and the step is captured again.
+What a graph holds are addresses. So it serves a step's shape while every tensor that a layer touches is the same one;
+when summaries or the table grow, or rows are chosen anew, the step is captured again.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .fused import FusionError, fused_layers
 from .layers import OasisLayer
 from .ops import cuda
 from .pipeline import Pipeline
+from .spans import span
 from .state import Step
+from .tail import Tail
 
 if TYPE_CHECKING:
     from .cache import OasisCache
@@ -43,12 +46,20 @@ _PLAIN = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_di
 
 @dataclass
 class Captured:
-    """One graph. ids, positions, weights: its inputs. kind, output: the type and the fields of what the model returned,
-    overwritten by every replay. drafts: the layers' draft queries, likewise. held: what it was captured with, whose
-    tensors it reads again. The cache is in none of them: it owns this, and a cycle would keep its pages until a
-    collection. replays: how often it was replayed."""
+    """One graph.
 
-    key: tuple[Any, ...]
+    Attributes:
+        place: the tensors it knows by their addresses. fused: whether its layers are compiled.
+        ids, positions, weights: its inputs.
+        kind, output: the type and the fields of what the model returned, overwritten by every replay; so are drafts,
+            the layers' draft queries, and tail, the stacked tokens.
+        held: what it was captured with, whose tensors it reads again. The cache is in none of them: it owns this, and
+            a cycle would keep its pages until a collection.
+        replays: how often it was replayed.
+    """
+
+    place: list[Any]
+    fused: bool
     graph: torch.cuda.CUDAGraph
     ids: torch.Tensor
     positions: torch.Tensor
@@ -56,8 +67,16 @@ class Captured:
     kind: type
     output: dict[Any, Any]
     drafts: list[torch.Tensor | None]
+    tail: Tail | None
     held: tuple[Any, ...]
     replays: int = 0
+
+
+@dataclass
+class _Ran:
+    """A step that is done. output: what the model returned."""
+
+    output: Any
 
 
 class StepGraphs:
@@ -65,7 +84,7 @@ class StepGraphs:
 
     Attributes:
         replays: steps that were replayed. captures: graphs made.
-        refused: why the last step ran eagerly, or None.
+        refused: why the last step ran eagerly, or None. unfused: why layers are captured as they are, or None.
     """
 
     def __init__(self) -> None:
@@ -75,6 +94,9 @@ class StepGraphs:
         self.refused: str | None = None
         self._broken: str | None = None
         self._idle = 0
+        self.unfused: str | None = None
+        self._compiled: set[tuple[Any, ...]] = set()
+        self._left = False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._pipeline: Pipeline | None = None
@@ -83,7 +105,14 @@ class StepGraphs:
         """Give the graphs and their memory back: the rows they were captured for are gone."""
         self.captured.clear()
         self.seen.clear()
-        self._idle = 0
+        self._idle, self._left = 0, False
+
+    def settle(self, cache: "OasisCache") -> None:
+        """What the last replay left to the next one is done now: called before anything else touches the cache."""
+        if self._left:
+            self._left = False
+            for layer in cache.sparse_layers:
+                layer.settle()
 
     def run(
         self, cache: "OasisCache", forward: Callable[[dict[str, Any], Step], Any], call: dict[str, Any], step: Step,
@@ -94,48 +123,97 @@ class StepGraphs:
         Args:
             forward: runs the model under a step. call: its arguments, the cache under `name`.
         """
+        have = self._graph(cache, forward, call, step, name)
+        if have is None:
+            self.settle(cache)
+            with span("eager step"):
+                return forward(call, step)
+        if isinstance(have, _Ran):
+            return have.output
+        have.ids.copy_(call["input_ids"])
+        have.positions.copy_(call["position_ids"])
+        if have.weights is not None and step.weights is not None:
+            have.weights.copy_(step.weights)
+        with span("replayed step"):
+            have.graph.replay()
+        have.replays += 1
+        self.replays += 1
+        step.replayed, self._left = True, step.predicts
+        if step.tail is not None and have.tail is not None:
+            step.tail.tokens, step.tail.positions = have.tail.tokens, have.tail.positions
+        for layer, draft in zip(cache.sparse_layers, have.drafts):
+            layer.draft_queries = draft
+        return _returned(have, cache)
+
+    def _graph(
+        self, cache: "OasisCache", forward: Callable[[dict[str, Any], Step], Any], call: dict[str, Any], step: Step,
+        name: str,
+    ) -> "Captured | _Ran | None":  # fmt: skip
+        """The graph to replay; None: the step is to run eagerly; or it ran already, while its layers were compiled."""
         why = self._refuses(cache, call, step, name)
         if why is not None:
             if why != self.refused:
                 logger.info("decode steps run without a CUDA graph: %s", why)
             self.refused = why
-            return forward(call, step)
+            return None
         self.refused = None
         shape: tuple[Any, ...] = (step.drafts, *call["input_ids"].shape, *call["position_ids"].shape)
+        shape += (step.predicts, step.on_demand)
         shape += (_kept(call.get("logits_to_keep")), call.get("return_dict"))
-        key = (shape, _addresses(cache))
         self.seen[shape] = self.seen.get(shape, 0) + 1
+        if self.seen[shape] <= WARM:
+            return None
+        for layer in cache.sparse_layers:
+            layer.hold_still()
+        fuse = self._fuses(cache, shape)
+        if fuse and shape not in self._compiled and _hooked(cache.model) is None:
+            self._compiled.add(shape)
+            self.settle(cache)
+            return self._compile(cache, forward, call, step)
+        place = [*_place(cache), step.pair, *(step.held or ())]
         have = self.captured.get(shape)
-        if have is None or have.key != key:
-            if self.seen[shape] <= WARM:
-                return forward(call, step)
-            if have is not None:
-                self._idle = self._idle + 1 if have.replays < FEW else 0
-            self.captured.pop(shape, None)
-            if self._idle >= MOST_IDLE:
-                self._broken = "the cache is rearranged at nearly every step (beams, or a caller's own verification)"
-                return forward(call, step)
-            why = _hooked(cache.model)
-            if why is not None:
-                self.refused = why
-                return forward(call, step)
-            try:
-                have = self.captured[shape] = self._capture(cache, forward, call, step, key, name)
-            except RuntimeError as error:
-                # Nothing has run: the step is still to be done.
-                self._broken = f"it could not be captured ({str(error).splitlines()[0]})"
-                logger.warning("decode steps run without a CUDA graph: %s", self._broken)
-                return forward(call, step)
-        have.ids.copy_(call["input_ids"])
-        have.positions.copy_(call["position_ids"])
-        if have.weights is not None and step.weights is not None:
-            have.weights.copy_(step.weights)
-        have.graph.replay()
-        have.replays += 1
-        self.replays += 1
-        for layer, draft in zip(cache.sparse_layers, have.drafts):
-            layer.draft_queries = draft
-        return _returned(have, cache)
+        if have is not None and have.fused == fuse and _same(have.place, place):
+            return have
+        if have is not None:
+            self._idle = self._idle + 1 if have.replays < FEW else 0
+        self.captured.pop(shape, None)
+        if self._idle >= MOST_IDLE:
+            self._broken = "the cache is rearranged at nearly every step (beams, or a caller's own verification)"
+            return None
+        self.refused = _cannot_hold(cache) or _hooked(cache.model)
+        if self.refused is not None:
+            return None
+        self.settle(cache)
+        try:
+            have = self.captured[shape] = self._capture(cache, forward, call, step, place, fuse, name)
+        except RuntimeError as error:
+            # Nothing has run: the step is still to be done.
+            self._broken = f"it could not be captured ({str(error).splitlines()[0]})"
+            logger.warning("decode steps run without a CUDA graph: %s", self._broken)
+            return None
+        return have
+
+    def _fuses(self, cache: "OasisCache", shape: tuple[Any, ...]) -> bool:
+        """Whether a shape has run so often that compiling its layers pays."""
+        after = cache.state.config.compile_after
+        return after is not None and self.unfused is None and self.seen[shape] > WARM + after
+
+    def _compile(
+        self, cache: "OasisCache", forward: Callable[[dict[str, Any], Step], Any], call: dict[str, Any], step: Step
+    ) -> "_Ran | None":
+        """One more eager step, beside which the layers are compiled for its shape."""
+        try:
+            layers = fused_layers(cache.model)
+        except FusionError as error:
+            self.unfused = str(error)
+            logger.info("layers are captured as they are: %s", self.unfused)
+            return None
+        with span("compile"), layers.tried():
+            output = forward(call, step)
+        if layers.failed is not None:
+            self.unfused = layers.failed
+            logger.warning("layers are captured as they are, they could not be compiled: %s", self.unfused)
+        return _Ran(output)
 
     def _refuses(self, cache: "OasisCache", call: dict[str, Any], step: Step, name: str) -> str | None:
         config = cache.state.config
@@ -147,8 +225,6 @@ class StepGraphs:
             return "the model is not on a CUDA device"
         if step.mode != "decode" or step.count != 1:
             return "it verifies a caller's own tokens"
-        if not cache.state.grows_sparse:
-            return "the working set is still growing"
         if call.get("input_ids") is None:
             return "the call has embeddings instead of ids"
         if call.get("position_ids") is None:
@@ -159,18 +235,6 @@ class StepGraphs:
         ]  # fmt: skip
         if other:
             return f"the call has {', '.join(sorted(other))}"
-        for layer in cache.layers:
-            if not isinstance(layer, OasisLayer):
-                return "the model has sliding-window layers"
-            if layer.device != cache.device:
-                return "layers are on several devices"
-            if not cuda.serves(layer.working_set.keys):
-                return "the compiled operators don't serve this model's dtype and head_dim here"
-            pages = layer.store.device_pages(layer.index)
-            if pages is None:
-                return f"store={config.store!r}"
-            if pages[0].dtype != layer.working_set.keys.dtype:
-                return f"host_dtype={config.host_dtype!r}"
         if config.lookahead == "none" and (config.sink_blocks or config.recent_blocks):
             return "lookahead='none' keeps sink or recent blocks"
         if cache.stepper.reach.dynamic or cache.stepper.reach.longrope:
@@ -179,27 +243,31 @@ class StepGraphs:
 
     def _capture(
         self, cache: "OasisCache", forward: Callable[[dict[str, Any], Step], Any], call: dict[str, Any], step: Step,
-        key: tuple[Any, ...], name: str,
+        place: list[Any], fuse: bool, name: str,
     ) -> Captured:  # fmt: skip
         device = cache.device
         if self._stream is None or self._pipeline is None:
-            self._stream, self._pipeline = torch.cuda.Stream(device), Pipeline(device)
+            self._stream, self._pipeline = torch.cuda.Stream(device, priority=-1), Pipeline(device)
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         ids, positions = call["input_ids"].clone(), call["position_ids"].clone()
         weights = None if step.weights is None else step.weights.to(device, copy=True).contiguous()
         call = {**call, "input_ids": ids, "position_ids": positions}
-        step.weights, step.captured = weights, True
+        step.weights = weights
         step.pipeline = self._pipeline
         step.tail_mask(device)  # made from the host, so before
-        streams = (self._stream, self._pipeline.stream)
+        late = {layer.index: layer.transfer for layer in cache.sparse_layers if layer.late and step.predicts}
+        streams = (self._stream, *self._pipeline.streams)
         for stream in streams:
             cuda.reserve(stream)
+        layers = fused_layers(cache.model).placed() if fuse else contextlib.nullcontext()
+        _own_workspaces()
         self._stream.wait_stream(torch.cuda.current_stream(device))
         try:
-            with torch.cuda.stream(self._stream):
+            with span("capture"), layers, torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
+                    self._pipeline.begin(late)
                     output = forward(call, step)
                     self._pipeline.join()
                 except BaseException:
@@ -210,9 +278,10 @@ class StepGraphs:
                     raise
                 graph.capture_end()
         except BaseException:
-            step.captured, step.pipeline = False, None
+            step.pipeline = None
             raise
         finally:
+            _own_workspaces()
             self._pipeline.forget()
             scratch = [tensor for stream in streams for tensor in cuda.take(stream)]
         torch.cuda.current_stream(device).wait_stream(self._stream)
@@ -221,7 +290,34 @@ class StepGraphs:
         fields = dict(enumerate(output)) if isinstance(output, tuple) else dict(output.items())
         fields = {key: _CACHE if value is cache else value for key, value in fields.items()}
         drafts = [layer.draft_queries for layer in cache.sparse_layers]
-        return Captured(key, graph, ids, positions, weights, type(output), fields, drafts, (call, step, scratch))
+        held = (call, step, scratch)
+        return Captured(place, fuse, graph, ids, positions, weights, type(output), fields, drafts, step.tail, held)
+
+
+def _cannot_hold(cache: "OasisCache") -> str | None:
+    """Why these layers' steps can't be captured."""
+    config = cache.state.config
+    for layer in cache.layers:
+        if not isinstance(layer, OasisLayer):
+            return "the model has sliding-window layers"
+        if layer.device != cache.device:
+            return "layers are on several devices"
+        if not cuda.serves(layer.working_set.keys):
+            return "the compiled operators don't serve this model's dtype and head_dim here"
+        pages = layer.store.device_pages(layer.index)
+        if pages is None:
+            return f"store={config.store!r}"
+        if pages[0].dtype != layer.working_set.keys.dtype:
+            return f"host_dtype={config.host_dtype!r}"
+    return None
+
+
+def _own_workspaces() -> None:
+    """cuBLAS keeps a workspace a stream. What is captured gets one of its own, in the graph's memory: no other graph
+    writes over it, and it goes with the graph."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
 
 
 def _hooked(model: Any) -> str | None:
@@ -239,15 +335,20 @@ def _kept(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else value
 
 
-def _addresses(cache: "OasisCache") -> tuple[Any, ...]:
-    """Of everything a captured step touches; hooks have a number that grows with every one registered anywhere."""
+def _place(cache: "OasisCache") -> list[Any]:
+    """Everything that a captured step finds by its address; hooks have a number that grows with every one registered
+    anywhere."""
     state = cache.state
     weight = next(cache.model.parameters())
-    out: list[Any] = [RemovableHandle.next_id, weight.data_ptr()]
-    out += [state.clock(cache.device).data_ptr(), state.need_rows().lengths(cache.device).data_ptr()]
+    place: list[Any] = [RemovableHandle.next_id, weight.data_ptr(), state.need_rows().lengths(cache.device)]
     for layer in cache.sparse_layers:
-        out += layer.addresses()
-    return tuple(out)
+        place += layer.place()
+    return place
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    """Whether two places hold the same tensors: what is made anew is another, whatever its address."""
+    return len(a) == len(b) and all(x is y if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b))
 
 
 def _returned(have: Captured, cache: "OasisCache") -> Any:

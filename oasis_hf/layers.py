@@ -6,8 +6,10 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .attention import dense_attention
+from .captured import CapturedSteps
 from .config import BLOCK
 from .ops import cuda
+from .spans import span
 from .state import State, Step
 from .stats import Counters
 from .store import BlockStore
@@ -15,7 +17,7 @@ from .summaries import Summaries
 from .working_set import WorkingSet
 
 
-class OasisLayer(CacheLayerMixin):
+class OasisLayer(CapturedSteps, CacheLayerMixin):
     """Full KV in the store, summaries and a working set on the model's device.
 
     Args:
@@ -97,9 +99,10 @@ class OasisLayer(CacheLayerMixin):
         """query `[B, Hq, q, D]`, keys and values `[B, H, q, D]`, drafts last. Returns `[B, Hq, q, D]`."""
         step = self.state.need_step()
         self.scaling = scaling
-        if step.mode == "prefill":
-            return self._prefill(step, query, keys, values, sinks)
-        return self._decode(step, query, keys, values, sinks)
+        with span(f"{step.mode} layer {self.index}"):
+            if step.mode == "prefill":
+                return self._prefill(step, query, keys, values, sinks)
+            return self._decode(step, query, keys, values, sinks)
 
     def _prefill(
         self, step: Step, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
@@ -155,6 +158,9 @@ class OasisLayer(CacheLayerMixin):
         self, step: Step, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         lengths = self.state.need_rows().lengths(keys.device)
+        if step.pipeline is not None:
+            step.pipeline.arrive(self.index)
+            return self._decode_captured(step, step.pipeline, query, keys, values, lengths, sinks)
         self.working_set.write_tail(keys, values)
         if step.on_demand:
             weights = query.new_full((query.shape[0], step.count), 1 / step.count, dtype=torch.float32)
@@ -169,9 +175,7 @@ class OasisLayer(CacheLayerMixin):
         if step.weights is not None:
             assert self.recent is not None
             queries = torch.cat((self.recent, self.draft_queries), 2)
-            weights, after = step.weights.to(keys.device), lengths + step.count
-            with step.beside(queries, weights, after):
-                self._fetch("fetched", queries, weights, after, self.state.cap)
+            self._fetch("fetched", queries, step.weights.to(keys.device), lengths + step.count, self.state.cap)
         return out
 
     def _append(self, entry: int, lengths: torch.Tensor, tokens: list[int], age: torch.Tensor) -> None:
@@ -208,22 +212,19 @@ class OasisLayer(CacheLayerMixin):
 
     def _remember(self, query: torch.Tensor) -> None:
         assert self.recent is not None
-        recent = torch.cat((self.recent, query), 2)[:, :, -self.state.window :]
-        step = self.state.step
-        if step is not None and not step.captured:
-            self.recent = recent  # an interrupted forward puts the old one back
-        else:
-            self.recent.copy_(recent)  # a replay finds it where it was
+        # Made anew: an interrupted forward puts the old one back.
+        self.recent = torch.cat((self.recent, query), 2)[:, :, -self.state.window :]
 
     def _fetch(self, why: str, queries: torch.Tensor, weights: torch.Tensor, lengths: torch.Tensor, cap: int) -> None:
         """Score, select and gather (in the pipeline's order), counting what moved under `why`."""
         step = self.state.step
         blocks = max(step.ends) // BLOCK if step else self.state.need_rows().most_blocks
-        if step is not None and step.captured:
-            blocks = self.summaries.vectors.shape[2]  # as many as there may be until it is captured anew
+        if step is not None and step.pipeline is not None:
+            blocks = self.summaries.vectors.shape[2]
         if blocks == 0:
             return
-        scores = self.summaries.score(queries, lengths // BLOCK, weights, self.scaling, blocks)
+        with span(f"predict layer {self.index}"):
+            scores = self.summaries.score(queries, lengths // BLOCK, weights, self.scaling, blocks)
         plan_block, plan_slot, counts, wasted = self.working_set.select(
             scores, lengths, cap, self.state.clock(self.device)
         )
@@ -302,7 +303,7 @@ class OasisLayer(CacheLayerMixin):
         self.summaries.select_rows(at)
         if self.recent is not None:
             self.recent = self.recent.index_select(0, at)
-        self.draft_queries = None
+        self.draft_queries = self.queries = self.plan = None
 
     def reset(self) -> None:
         if self.is_initialized:
@@ -315,7 +316,7 @@ class OasisLayer(CacheLayerMixin):
     def drop(self) -> None:
         """Give the buffers back: the next prompt has another batch size."""
         self.is_initialized = False
-        self.recent = self.draft_queries = None
+        self.recent = self.draft_queries = self.queries = self.plan = None
 
     def fork(self, state: State) -> "OasisLayer":
         other = OasisLayer(state, self.index)
@@ -327,14 +328,20 @@ class OasisLayer(CacheLayerMixin):
         other.recent = None if self.recent is None else self.recent.clone()
         return other
 
-    def addresses(self) -> list[tuple[int, torch.Size]]:
-        """Where all that a captured step touches here is, and its shape."""
+    def place(self) -> list[torch.Tensor | None]:
+        """All that a captured step touches here."""
         own, sums = self.working_set, self.summaries
-        held = [own.keys, own.values, own.table, own.last_selected, own.fresh, own.order, sums.vectors, sums.scales]
-        held += [self.counters.values, *(self.store.device_pages(self.index) or ())]
-        if self.recent is not None:
-            held.append(self.recent)
-        return [(tensor.data_ptr(), tensor.shape) for tensor in held]
+        held: list[torch.Tensor | None] = [
+            own.keys,
+            own.values,
+            own.table,
+            own.last_selected,
+            own.fresh,
+            own.order,
+            sums.vectors,
+            sums.scales,
+        ]
+        return [*held, self.counters.values, self.queries, *(self.plan or ()), self.store.table_on_device]
 
     @property
     def device_bytes(self) -> tuple[int, int]:

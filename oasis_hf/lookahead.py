@@ -19,6 +19,11 @@ def wants_drafts(config: OasisConfig) -> bool:
     return config.speculate or isinstance(config.lookahead, Mapping) or config.lookahead in ("draft", "oracle")
 
 
+def predicts_blocks(config: OasisConfig) -> bool:
+    """Whether the next step's blocks are predicted at all."""
+    return config.lookahead not in ("none", "on_demand")
+
+
 def draft_rows(config: OasisConfig) -> int:
     """Rows stacked behind the new token: verified drafts, and one more that is lookahead only."""
     return config.draft_tokens + 1 if config.speculate else 1
@@ -34,37 +39,39 @@ def next_input_probabilities(drafts: int, acceptance: float) -> list[float]:
 
 
 def query_weights(
-    config: OasisConfig, window: int, drafts: int, found: torch.Tensor | None, acceptance: float, rows: int,
-    device: torch.device,
-) -> torch.Tensor | None:  # fmt: skip
-    """Weights `[rows, window + drafts]` of the recent queries (oldest first) and the drafts' in the block score.
+    config: OasisConfig, window: int, drafts: int, acceptance: float, count: int = 1
+) -> list[list[float]]:
+    """Two lists of weights of the recent queries (oldest first) and the drafts' in the block score, `window + drafts`
+    each: for rows that have a draft, and for those that fall back on recent queries.
 
     Args:
-        found: `[rows]` bool, rows that have a draft; the others fall back on recent queries.
         acceptance: running rate at which verified drafts are the next input.
-
-    Returns:
-        None where nothing is predicted ("none", "on_demand").
+        count: tokens that the step commits; where they are several, the caller's own candidates, which of them stays
+            is not known yet, so all of them count alike.
     """
     kind = config.lookahead
-    if kind in ("none", "on_demand"):
-        return None
-    smoothed = torch.full((window,), 1 / window)
-    latest = torch.zeros(window)
-    latest[-1] = 1
-    ahead = torch.tensor(next_input_probabilities(drafts, acceptance)) if drafts else torch.zeros(0)
-    nothing = torch.zeros(drafts)
-    if isinstance(kind, Mapping):
+    nothing = [0.0] * drafts
+    latest = [0.0] * (window - 1) + [1.0]
+    smoothed = [1 / window] * window
+    ahead = next_input_probabilities(drafts, acceptance) if drafts else []
+    if count > 1:
+        new = min(count, window)
+        with_draft = without = [0.0] * (window - new) + [1 / new] * new + nothing
+    elif isinstance(kind, Mapping):
         total = kind["draft"] + kind["previous"]
-        with_draft = torch.cat((latest * kind["previous"] / total, ahead * kind["draft"] / total))
-        without = torch.cat((latest, nothing))
+        with_draft = [w * kind["previous"] / total for w in latest] + [p * kind["draft"] / total for p in ahead]
+        without = latest + nothing
     elif kind in ("draft", "oracle"):
-        with_draft = torch.cat((latest * 0, ahead))
-        without = torch.cat((smoothed, nothing))
+        with_draft = [0.0] * window + ahead
+        # A drafter that proposes nothing: the current query predicts.
+        without = smoothed + nothing if drafts else latest
     else:
-        with_draft = without = torch.cat((smoothed, nothing))
-    if drafts == 0 and kind in ("draft", "oracle"):
-        without = latest  # a drafter that proposes nothing: the current query predicts
-    if found is None or not drafts:
-        return without.to(device).expand(rows, -1)
-    return torch.where(found[:, None], with_draft.to(device), without.to(device))
+        with_draft = without = smoothed + nothing
+    return [with_draft if drafts else without, without]
+
+
+def row_weights(pair: torch.Tensor, found: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """Each row's weights `[rows, W + drafts]`. pair: `query_weights` as a tensor; found: `[rows]` bool, rows that have
+    a draft, None: no row."""
+    without = pair[1].expand(rows, -1)
+    return without.contiguous() if found is None else torch.where(found[:, None], pair[0], without)

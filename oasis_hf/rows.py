@@ -45,11 +45,12 @@ class Rows:
         self.tokens = [n + new for n, new in zip(self.tokens, valid.sum(1).tolist())]
         self._device.clear()
 
-    def advance(self, count: int) -> None:
-        """`count` real tokens more in every row; the device's lengths are advanced in place."""
+    def advance(self, count: int, on_device: bool = True) -> None:
+        """`count` real tokens more in every row; the device's lengths are advanced in place, unless they are
+        already."""
         self.valid = torch.cat((self.valid, self.valid.new_ones((len(self), count))), 1)
         self.tokens = [n + count for n in self.tokens]
-        for lengths in self._device.values():
+        for lengths in self._device.values() if on_device else ():
             lengths.add_(count)
 
     def crop(self, count: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -27,8 +26,11 @@ class Step:
         starts: real tokens a row before it. columns: columns before it.
         valid: prefill only: `[B, q]` bool on the host, or None when all are real.
         tail: decode and verify only.
-        weights: `[B, W + drafts]`, what each recent and draft query counts in the prediction; None: no prediction.
+        predicts: whether blocks are predicted. weights: `[B, W + drafts]`, what each recent and draft query counts in
+            that, once it is known from `pair` `[2, W + drafts]`: with a draft and without.
+        held: what the drafter uses on the device in this step, where that can be captured. replayed: it was.
         on_demand: select and fetch before attending.
+        pipeline: side streams of the step that is being captured; None: it runs eagerly.
         attended: indices of the layers that have attended in it.
     """
 
@@ -40,13 +42,17 @@ class Step:
     drafts: int = 0
     valid: torch.Tensor | None = None
     tail: Tail | None = None
+    predicts: bool = False
+    pair: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     on_demand: bool = False
-    captured: bool = False
+    held: list[torch.Tensor] | None = None
+    replayed: bool = False
     pipeline: Pipeline | None = None
     tick: Callable[[], None] | None = None
     attended: set[int] = field(default_factory=set)
     _masks: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    _shared: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def tail_mask(self, device: torch.device) -> torch.Tensor:
         if device not in self._masks:
@@ -54,9 +60,11 @@ class Step:
             self._masks[device] = self.tail.mask(device)
         return self._masks[device]
 
-    def beside(self, *tensors: torch.Tensor) -> AbstractContextManager[None]:
-        """Issue what a layer does for the next step: see `Pipeline.beside`."""
-        return nullcontext() if self.pipeline is None else self.pipeline.beside(*tensors)
+    def once(self, what: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What all layers of a step need alike, made by the first that asks."""
+        if what not in self._shared:
+            self._shared[what] = make()
+        return self._shared[what]
 
     @property
     def ends(self) -> list[int]:

@@ -25,6 +25,11 @@ class Counters:
         """amount: `[H]`."""
         self.values[COUNTERS.index(name)] += amount
 
+    @property
+    def selection(self) -> torch.Tensor:
+        """`[3, H]` int64, a view: hits, fetched, capped."""
+        return self.values[:3]
+
     def add_selection(self, counts: torch.Tensor, wasted: torch.Tensor) -> None:
         """counts: `[3, H]` hits, fetched, capped, as `ops.select` returns them; wasted: `[H]`."""
         self.values[:3] += counts

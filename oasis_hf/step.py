@@ -13,7 +13,7 @@ import torch
 
 from . import attach
 from .config import TAIL
-from .lookahead import draft_rows, query_weights, wants_drafts
+from .lookahead import draft_rows, predicts_blocks, query_weights, row_weights, wants_drafts
 from .progress import prefill_bar
 from .reach import Reach
 from .state import Step
@@ -59,6 +59,7 @@ class Stepper:
         self.ends: tuple[int, ...] = ()
         self.pad: int | None = None
         self.skipped = self.forwards = 0
+        self._pairs: dict[int, tuple[list[list[float]], torch.Tensor]] = {}
         self.warned = False
         self.reach = Reach(cache.model, attach.text_config(cache.model))
 
@@ -144,6 +145,7 @@ class Stepper:
         cache, state = self.cache, self.cache.state
         rows = state.need_rows()
         self.forget()
+        cache.settle()
         state.tick()
         step = Step("prefill", state.number, count, list(rows.tokens), rows.columns, valid=valid)
         call["attention_mask"] = None
@@ -184,44 +186,71 @@ class Stepper:
             cache.first_select()
         cache.prepare(count)
 
-        drafts, found = 0, None
         positions = self._positions(call, count)
-        if ids is not None and self._may_draft(mode, positions, call):
-            assert positions is not None
-            draft = cache.drafter.propose(ids[:, 0], rows.lengths(ids.device), draft_rows(config))
-            drafts, found = draft.tokens.shape[1], draft.found
-            ids = torch.cat((ids, draft.tokens), 1)
-            ahead = torch.arange(1, drafts + 1, device=positions.device)
-            positions = torch.cat((positions, positions[..., -1:] + ahead), -1)
-        self.tail = Tail.chain(ids, positions, count, drafts)
-        weights = None
-        if state.grows_sparse:
-            weights = self._weights(count, drafts, found, call)
+        may_draft = ids is not None and self._may_draft(mode, positions, call)
         step = Step(
-            mode, state.number, count, list(rows.tokens), rows.columns, drafts, tail=self.tail, weights=weights,
+            mode, state.number, count, list(rows.tokens), rows.columns, draft_rows(config) if may_draft else 0,
+            predicts=state.grows_sparse and predicts_blocks(config),
             on_demand=config.lookahead == "on_demand" and state.grows_sparse,
         )  # fmt: skip
+        step.tail = self.tail = Tail.chain(ids, positions, count, step.drafts)
         call = dict(call, attention_mask=None)
         if positions is not None:
             call["position_ids"] = positions
-        verified = config.draft_tokens if config.speculate and drafts else 0
-        if drafts:
-            call["input_ids"] = ids
-            if keeps_logits:
-                call["logits_to_keep"] = torch.arange(1 + verified, device=cache.device)
-        out = cache.graphs.run(cache, functools.partial(self._forward, inner), call, step, name)
-        self.forwards += 1
-        starts = rows.lengths(cache.device).clone() if cache.drafter.proposes else rows.lengths(cache.device)
-        rows.advance(count)
-        cache.drafter.observe(None if ids is None else ids[:, :count], starts, None)
-        cache.take_snapshot()
-        if not drafts:
+        verified = config.draft_tokens if config.speculate and step.drafts else 0
+        lengths = rows.lengths(cache.device)
+        step.held = None if ids is None else cache.drafter.hold(lengths, count)
+        step.pair = self._pair(count, step.drafts) if step.predicts else None
+        stack = functools.partial(self._stack, keeps=1 + verified if keeps_logits else None)
+        if step.held is None:
+            call = stack(call, step)
+
+        def run(call: dict[str, Any], step: Step) -> Any:
+            if step.held is None:
+                return self._forward(inner, call, step)
+            own = call["input_ids"]
+            out = self._forward(inner, stack(call, step), step)
+            cache.drafter.note(own, lengths)
+            if step.pipeline is not None:
+                lengths.add_(count)
             return out
-        if verified and ids is not None:
+
+        out = cache.graphs.run(cache, run, call, step, name)
+        self.forwards += 1
+        starts = lengths if step.held is not None or not cache.drafter.proposes else lengths.clone()
+        rows.advance(count, on_device=not step.replayed or step.held is None)
+        if step.held is None:
+            cache.drafter.observe(ids, starts, None)
+        else:
+            cache.drafter.noted(count)
+        cache.take_snapshot()
+        if not step.drafts:
+            return out
+        if verified and self.tail.tokens is not None:
             logits = out["logits"] if not isinstance(out, tuple) else out[0]
             kept = [logits[:, i : i + 1] for i in range(1, 1 + verified)]
-            self.memo = Memo(ids[:, 1 : 1 + verified], kept, type(out))
-        return _first_rows(out, count, count + drafts, 1 + verified)
+            self.memo = Memo(self.tail.tokens[:, 1 : 1 + verified], kept, type(out))
+        return _first_rows(out, count, count + step.drafts, 1 + verified)
+
+    def _stack(self, call: dict[str, Any], step: Step, keeps: int | None) -> dict[str, Any]:
+        """The call with its drafts stacked behind its tokens, and what each query of the step counts; on the device
+        alone, if the drafter is. keeps: rows of logits to ask for."""
+        cache, tail, found = self.cache, step.tail, None
+        assert tail is not None
+        if step.drafts:
+            ids, positions = call["input_ids"], call["position_ids"]
+            lengths = cache.state.need_rows().lengths(ids.device)
+            draft = cache.drafter.propose(ids[:, 0], lengths, step.drafts)
+            found = draft.found
+            ahead = torch.arange(1, step.drafts + 1, device=positions.device)
+            tail.tokens = torch.cat((ids, draft.tokens), 1)
+            tail.positions = torch.cat((positions, positions[..., -1:] + ahead), -1)
+            call = dict(call, input_ids=tail.tokens, position_ids=tail.positions)
+            if keeps is not None:
+                call["logits_to_keep"] = torch.arange(keeps, device=cache.device)
+        if step.pair is not None:
+            step.weights = row_weights(step.pair, found, len(cache.state.need_rows()))
+        return call
 
     def _positions(self, call: dict[str, Any], count: int) -> torch.Tensor | None:
         """Position ids of the new tokens; None where only the model knows them."""
@@ -252,17 +281,18 @@ class Stepper:
             )
         return False
 
-    def _weights(
-        self, count: int, drafts: int, found: torch.Tensor | None, call: dict[str, Any]
-    ) -> torch.Tensor | None:
-        state = self.cache.state
-        rows, device = len(state.need_rows()), self.cache.device
-        weights = query_weights(state.config, state.window, drafts, found, self.acceptance, rows, device)
-        if weights is not None and count > 1:
-            # The caller's own candidates: which of them stays is not known yet, so all of them count alike.
-            weights = torch.zeros_like(weights)
-            weights[:, -min(count, state.window) :] = 1 / min(count, state.window)
-        return weights
+    def _pair(self, count: int, drafts: int) -> torch.Tensor:
+        """`query_weights` on the device `[2, W + drafts]`, in memory that stays while only their values change."""
+        state, device = self.cache.state, self.cache.device
+        values = query_weights(state.config, state.window, drafts, self.acceptance, count)
+        have = self._pairs.get(drafts)
+        if have is None or have[1].device != device:
+            have = self._pairs[drafts] = ([], torch.empty((2, state.window + drafts), device=device))
+        if have[0] != values:
+            told = torch.tensor(values)
+            have[1].copy_(told.pin_memory() if device.type == "cuda" else told, non_blocking=True)
+            have[0][:] = values
+        return have[1]
 
     # -- memoised acceptance ------------------------------------------------------------------------------------------
 

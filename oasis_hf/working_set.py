@@ -8,6 +8,10 @@ from . import ops
 from .config import BLOCK, TAIL
 from .ops import cuda
 from .ops.reference import evict_key
+from .stats import Counters
+
+Plan = tuple[torch.Tensor, torch.Tensor]
+"""Blocks, -1 for none, and the slots they go to: `[B, H, C]` each."""
 
 FIRST_SLOTS = 8
 """Slots allocated at first; doubled while rows are short, so that a large budget costs nothing until it is used."""
@@ -96,9 +100,9 @@ class WorkingSet:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """`ops.select` on this set. Returns plan_block, plan_slot, counts and wasted `[H]`."""
         if cuda.serves(self.keys):
-            return cuda.select_step(
-                scores, self.table, self.last_selected, lengths, self.order, cap, step, self.fresh
-            )  # fmt: skip
+            plan, counts = cuda.plan_for(self.table, cap), self.table.new_zeros((4, self.table.shape[1]))
+            self._select_step(scores, lengths, step, plan, counts[:3], counts[3])
+            return *plan, counts[:3], counts[3]
         plan_block, plan_slot, counts = ops.select(
             scores, self.table, self.last_selected, lengths, self.order, cap, step
         )
@@ -106,6 +110,25 @@ class WorkingSet:
         old = self.fresh.gather(2, plan_slot)
         self.fresh.scatter_(2, plan_slot, old | admitted)
         return plan_block, plan_slot, counts, (old & admitted).sum((0, 2))
+
+    def _select_step(
+        self, scores: torch.Tensor, lengths: torch.Tensor, step: torch.Tensor, plan: Plan, counts: torch.Tensor,
+        wasted: torch.Tensor,
+    ) -> None:  # fmt: skip
+        cuda.select_step(
+            scores, self.table, self.last_selected, lengths, self.order, step, self.fresh, *plan, counts, wasted
+        )
+
+    def select_into(
+        self, plan: Plan, counters: Counters, scores: torch.Tensor, lengths: torch.Tensor, step: torch.Tensor
+    ) -> None:
+        """`select` with what it returns written to `plan` `[B, H, C]` and added to `counters`."""
+        if cuda.serves(self.keys):
+            return self._select_step(scores, lengths, step, plan, counters.selection, counters.of("wasted"))
+        found = self.select(scores, lengths, plan[0].shape[2], step)
+        for have, new in zip(plan, found):
+            have.copy_(new)
+        counters.add_selection(*found[2:])
 
     def keep(self, first: int, from_block: torch.Tensor, step: torch.Tensor) -> None:
         """Blocks before `first` and at or beyond `from_block` `[B]` count as selected at `step`."""

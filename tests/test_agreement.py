@@ -14,7 +14,7 @@ import torch
 from tiny import tiny
 
 from oasis_hf.config import BLOCK
-from oasis_hf.lookahead import query_weights, recent_window
+from oasis_hf.lookahead import query_weights, recent_window, row_weights
 from oasis_hf.ops import reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,8 +83,7 @@ def test_block_scores_are_the_reference_s(recording, score: Score, lookahead: st
     one, config = LOOKAHEADS[lookahead], score.config(lookahead)
     window, drafts = recent_window(config), 1 if one.draft else 0
     found = torch.ones_like(recording.found) if one.draft == "true" else recording.found
-    weights = query_weights(config, window, drafts, found, 1.0, STEPS, torch.device("cpu"))
-    assert weights is not None
+    weights = row_weights(torch.tensor(query_weights(config, window, drafts, 1.0)), found if drafts else None, STEPS)
     for layer, step in ((0, 0), (1, 8), (0, STEPS - 1)):
         at, closed = WINDOW + step, int(true.closed[step])
         queries = recording.query[layer, :, at - window : at]

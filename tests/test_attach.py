@@ -239,7 +239,7 @@ def test_an_encoder_with_a_language_model_head():
                 vocab_size=96, hidden_size=96, num_hidden_layers=2, num_key_value_heads=2, kv_channels=16,
                 intermediate_size=96, num_local_experts=4, num_experts_per_tok=2,
             )),
-            "given 2 KV heads to keep, but JetMoeAttention attends with 4",
+            "given 2 KV heads to keep, but JetMoeForCausalLM attends with 4",
         ),
     ],
     ids=["diffllama", "doge", "jetmoe"],

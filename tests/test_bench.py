@@ -48,5 +48,5 @@ def test_parts_leave_out_what_they_say_and_come_back(model):
 
 
 def test_a_reading_divides_rightly():
-    one = bench.Reading("step", rows=10, ms=5.0, bytes=100_000_000)
+    one = bench.Reading("step", rows=10, ms=5.0, call_ms=6.0, bytes=100_000_000, graph="")
     assert one.tokens_per_second == 2000 and one.link == 20e9

@@ -35,7 +35,7 @@ def extension(built):
 
 def test_every_operator_has_a_source_free_of_torch():
     names = {file.stem for file in build.sources()}
-    assert names == {"summarize", "score", "select", "gather", "append", "attend"}
+    assert names == {"summarize", "score", "select", "gather", "append", "enter", "attend"}
     for file in build.sources():
         assert not re.search(r"#include\s*[<\"](torch|ATen|c10)", file.read_text()), file.name
 
@@ -135,10 +135,15 @@ def calls():
             new_keys=new, new_values=new.clone(), step=step, fresh=None, slot=None, evicted=None, wasted=None,
             pages=None, page_table=None, summaries=summaries, scales=scales, scorer="minmax", stream=0,
         ),
+        "enter": dict(
+            query=query, new_keys=query[:, :H], new_values=query[:, :H].clone(),
+            queries=torch.zeros(B, H * G, 4 + TAIL, D, dtype=bf16), count=1, window=4, keys=keys, values=keys.clone(),
+            fresh=torch.zeros(B, H, S, dtype=torch.bool), stream=0,
+        ),
         "attend": dict(
             query=query, keys=keys, values=keys.clone(), table=table, lengths=ints(B),
             tail_mask=torch.zeros(T, TAIL, dtype=torch.bool), scaling=0.1, sinks=torch.zeros(H * G),
-            out=query.clone(), scratch=scratch, stream=0,
+            out=query.transpose(1, 2).contiguous(), scratch=scratch, stream=0,
         ),
     }  # fmt: skip
 
@@ -187,6 +192,13 @@ def test_heads_that_do_not_divide_are_refused(extension):
         bad["query"] = torch.zeros(B, 3, T, D, dtype=bf16)
         with pytest.raises(ValueError, match="heads"):
             getattr(extension, op)(*bad.values())
+
+
+@pytest.mark.parametrize("bad", [{"count": 0}, {"count": T + 1}, {"window": 0}, {"window": 4 + TAIL}], ids=str)
+def test_lines_that_do_not_fit_are_refused(extension, bad):
+    name = "queries" if bad.get("window") else "count" if "count" in bad else "queries"
+    with pytest.raises(ValueError, match=f"oasis_hf.enter: `{name}` must"):
+        extension.enter(*{**calls()["enter"], **bad}.values())
 
 
 def test_pageable_host_memory_is_refused(extension):

@@ -32,10 +32,10 @@ def captures(monkeypatch, cache):
     """Captures without CUDA: the inputs' copies and a marked output."""
     made = []
 
-    def capture(self, cache, forward, call, step, key, name):
+    def capture(self, cache, forward, call, step, place, fuse, name):
         output = {0: torch.full((1, 1, 3), float(len(made))), 1: graphs._CACHE}
         inputs = call["input_ids"].clone(), call["position_ids"].clone(), step.weights
-        one = graphs.Captured(key, Played(), *inputs, tuple, output, [], (step,))
+        one = graphs.Captured(place, fuse, Played(), *inputs, tuple, output, [], step.tail, (step,))
         made.append(one)
         self.captures += 1
         return one
@@ -43,7 +43,8 @@ def captures(monkeypatch, cache):
     monkeypatch.setattr(graphs.StepGraphs, "_capture", capture)
     monkeypatch.setattr(graphs.StepGraphs, "_refuses", lambda *args: None)
     # Without CUDA a step run as it is rebinds the recent queries: not an address here.
-    monkeypatch.setattr(graphs, "_addresses", lambda cache: cache.fake_address)
+    monkeypatch.setattr(graphs, "_place", lambda cache: [cache.fake_address])
+    monkeypatch.setattr(graphs, "_cannot_hold", lambda cache: None)
     cache.fake_address = 1
     return made
 
@@ -123,10 +124,10 @@ def test_the_hooks_that_transformers_leaves_behind_do_not_count(cache, captures)
 
 
 def test_a_hook_that_comes_later_is_another_address(cache):
-    before = graphs._addresses(cache)
+    before = graphs._place(cache)
     handle = cache.model.register_forward_hook(lambda *args: None)
     handle.remove()
-    assert graphs._addresses(cache) != before
+    assert not graphs._same(graphs._place(cache), before)
 
 
 def test_a_failed_capture_runs_the_step_and_is_not_tried_again(cache, captures, monkeypatch, caplog):
@@ -147,21 +148,21 @@ def test_reasons_for_an_eager_step(cache):
     assert quiet.graphs.refused == "graphs=False"
 
 
-def test_addresses_change_when_something_is_made_anew(cache):
-    before = graphs._addresses(cache)
-    assert before == graphs._addresses(cache)
+def test_the_place_changes_when_something_is_made_anew(cache):
+    before = graphs._place(cache)
+    assert graphs._same(before, graphs._place(cache))
     layer = cache.sparse_layers[0]
     layer.summaries.ensure(layer.summaries.vectors.shape[2] + 5)
-    after = graphs._addresses(cache)
-    assert before != after and len(before) == len(after)
+    after = graphs._place(cache)
+    assert not graphs._same(before, after) and len(before) == len(after)
     cache.batch_repeat_interleave(2)
-    assert graphs._addresses(cache) != after
+    assert not graphs._same(graphs._place(cache), after)
 
 
 class Fake:
     """CUDA's streams and graphs as far as a capture needs them; what is captured simply runs."""
 
-    def __init__(self, device=None):
+    def __init__(self, device=None, priority=0):
         self.device, self.cuda_stream, self.calls = torch.device("cpu"), 7, []
 
     def __getattr__(self, name):
@@ -172,11 +173,12 @@ class Fake:
 def fake_cuda(monkeypatch):
     import contextlib
 
-    for name in ("Stream", "CUDAGraph"):
+    for name in ("Stream", "CUDAGraph", "Event"):
         monkeypatch.setattr(torch.cuda, name, Fake)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Fake)
+    monkeypatch.setattr(graphs, "_cannot_hold", lambda cache: None)
     real = graphs.StepGraphs._refuses
 
     def refuses(self, cache, *args):
@@ -234,7 +236,7 @@ def test_an_error_inside_a_capture_is_told_and_the_step_still_runs(fake_cuda, mo
     plain = OasisLayer._decode
 
     def refuses_capture(self, step, *args):
-        if step.captured and self.index == 1:
+        if step.pipeline is not None and self.index == 1:
             raise RuntimeError("operation not permitted when stream is capturing")
         return plain(self, step, *args)
 

@@ -10,17 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oasis_hf import OasisConfig
-from oasis_hf.lookahead import draft_rows, next_input_probabilities, query_weights, recent_window, wants_drafts
+from oasis_hf.lookahead import (
+    draft_rows,
+    next_input_probabilities,
+    predicts_blocks,
+    query_weights,
+    recent_window,
+    row_weights,
+    wants_drafts,
+)
 
-CPU = torch.device("cpu")
 MIX = {"draft": 3.0, "previous": 1.0}
 
 
-def weights(kind, drafts=0, found=None, acceptance=0.5, rows=2, **knobs):
+def weights(kind, drafts=0, found=None, acceptance=0.5, rows=2, count=1, **knobs):
     config = OasisConfig(lookahead=kind, **knobs)
     found = None if found is None else torch.tensor(found)
-    out = query_weights(config, recent_window(config), drafts, found, acceptance, rows, CPU)
-    return None if out is None else out.tolist()
+    pair = torch.tensor(query_weights(config, recent_window(config), drafts, acceptance, count))
+    return row_weights(pair, found, rows).tolist()
 
 
 @given(st.integers(1, 7), st.floats(0, 1))
@@ -45,7 +52,7 @@ def test_probabilities_are_those_of_every_outcome_counted(drafts):
 
 @pytest.mark.parametrize("kind", ["none", "on_demand"])
 def test_nothing_is_predicted(kind):
-    assert weights(kind) is None
+    assert not predicts_blocks(OasisConfig(lookahead=kind)) and predicts_blocks(OasisConfig())
 
 
 def test_previous_is_the_newest_query_alone():
@@ -86,10 +93,16 @@ def test_a_mix_is_shared_out_in_its_proportion():
 def test_weights_of_a_row_sum_to_one_and_are_never_negative(kind, drafts, found, acceptance, smooth):
     config = OasisConfig(lookahead=kind, smooth_queries=smooth)
     window = recent_window(config)
-    out = query_weights(config, window, drafts, torch.tensor(found), acceptance, len(found), CPU)
+    pair = torch.tensor(query_weights(config, window, drafts, acceptance))
+    out = row_weights(pair, torch.tensor(found), len(found))
     assert out.shape == (len(found), window + drafts) and out.dtype == torch.float32
     assert (out >= 0).all()
     torch.testing.assert_close(out.sum(1), torch.ones(len(found)))
+
+
+def test_a_caller_s_own_candidates_count_alike():
+    assert weights("draft", count=3, smooth_queries=4) == [pytest.approx([0, 1 / 3, 1 / 3, 1 / 3])] * 2
+    assert weights("previous", count=8) == [[1]] * 2
 
 
 def test_how_many_rows_are_stacked():

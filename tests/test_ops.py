@@ -21,6 +21,24 @@ def randn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+# -- enter -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens, count, window", [(1, 1, 1), (2, 1, 4), (5, 1, 2), (3, 3, 2), (4, 2, 3)])
+def test_enter_moves_tokens_to_the_tail_and_queries_behind_the_recent_ones(tokens, count, window):
+    query, keys, values = (randn(2, heads, tokens, 4, seed=i) for i, heads in enumerate((6, 2, 2)))
+    queries, buffer = randn(2, 6, window + TAIL, 4, seed=3), randn(2, 2, TAIL + 3 * BLOCK, 4, seed=4)
+    before, slots, other = queries.clone(), buffer.clone(), buffer.clone() + 1
+    fresh = torch.ones(2, 2, 3, dtype=torch.bool)
+    ops.enter(query, keys, values, queries, count, window, buffer, other, fresh)
+    line = [*before[:, :, :window].unbind(2), *query.unbind(2)][count:]
+    for at, wanted in enumerate(line):
+        assert torch.equal(queries[:, :, at], wanted), at
+    assert torch.equal(queries[:, :, len(line) :], before[:, :, len(line) :])
+    assert torch.equal(buffer[:, :, :tokens], keys) and torch.equal(other[:, :, :tokens], values)
+    assert torch.equal(buffer[:, :, tokens:], slots[:, :, tokens:]) and not fresh.any()
+
+
 # -- summarize ---------------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,22 @@ class Drafter:
         observed."""
         raise NotImplementedError
 
+    def hold(self, lengths: torch.Tensor, count: int) -> list[torch.Tensor] | None:
+        """Before a decode step: what the host has to do, so that `propose` and `note` are work of the device alone,
+        which a captured graph may repeat. lengths: `[B]` before the step; count: tokens that it commits.
+
+        Returns:
+            The tensors that both use, the same ones until one must grow; None: they can't be captured, and the cache
+            calls `propose` before and `observe` after the step.
+        """
+        return None
+
+    def note(self, tokens: torch.Tensor, starts: torch.Tensor) -> None:
+        """The device's part of `observe`, where `hold` gave tensors."""
+
+    def noted(self, count: int) -> None:
+        """The host's part, after the step."""
+
     def crop(self, lengths: list[int]) -> None:
         """Rows now have these lengths."""
 

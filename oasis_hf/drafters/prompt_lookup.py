@@ -47,19 +47,33 @@ class PromptLookupDrafter(Drafter):
             at = torch.where(valid, at, self.history.shape[1] - 1)
         self.history.scatter_(1, at, tokens)
 
+    def hold(self, lengths: torch.Tensor, count: int) -> list[torch.Tensor] | None:
+        if self.history is None:
+            self.history = lengths.new_full((len(lengths), 0), -1)
+        self._look(lengths)
+        self._room(count)
+        return [self.history]
+
+    def note(self, tokens: torch.Tensor, starts: torch.Tensor) -> None:
+        assert self.history is not None
+        self.history.scatter_(1, starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device), tokens)
+
+    def noted(self, count: int) -> None:
+        self._filled += count
+
     def _look(self, lengths: torch.Tensor) -> None:
         """After embeddings: how long the rows are now, read from the device once."""
         if self._blind:
             self._filled, self._blind = max(self._filled, int(lengths.max())), False
             self._room()
 
-    def _room(self) -> None:
-        """Columns for all tokens, and spare ones for matches that run off the end."""
+    def _room(self, more: int = 0) -> None:
+        """Columns for all tokens and `more`, and spare ones for matches that run off the end."""
         assert self.history is not None
-        need, have = self._filled + 16, self.history.shape[1]
+        need, have = self._filled + more + 16, self.history.shape[1]
         if need > have:
-            more = self.history.new_full((self.history.shape[0], max(need, 2 * have) - have), -1)
-            self.history = torch.cat((self.history, more), 1)
+            room = self.history.new_full((self.history.shape[0], max(need, 2 * have) - have), -1)
+            self.history = torch.cat((self.history, room), 1)
 
     def propose(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int) -> Draft:
         rows = len(tokens)

@@ -20,6 +20,10 @@ _SCHEMAS = {
         "(Tensor scores, Tensor(a!) table, Tensor(b!) last_selected, Tensor lengths, Tensor order, int cap, "
         "Tensor step) -> (Tensor, Tensor, Tensor)"
     ),
+    "enter": (
+        "(Tensor query, Tensor new_keys, Tensor new_values, Tensor(a!) queries, int count, int window, "
+        "Tensor(b!) keys, Tensor(c!) values, Tensor(d!) fresh) -> ()"
+    ),
     "gather": (
         "(Tensor pages, Tensor page_table, Tensor(a!) keys, Tensor(b!) values, Tensor plan_block, "
         "Tensor plan_slot) -> ()"
@@ -63,6 +67,7 @@ def _fake_append(keys, values, table, last_selected, lengths, order, new_keys, n
 torch.library.register_fake("oasis_hf::summarize", _fake_summarize)
 torch.library.register_fake("oasis_hf::score", _fake_score)
 torch.library.register_fake("oasis_hf::select", _fake_select)
+torch.library.register_fake("oasis_hf::enter", lambda *args: None)
 torch.library.register_fake("oasis_hf::gather", lambda *args: None)
 torch.library.register_fake("oasis_hf::append", _fake_append)
 torch.library.register_fake("oasis_hf::attend", lambda query, *rest: query.new_empty(query.shape))
@@ -70,8 +75,9 @@ torch.library.register_fake("oasis_hf::attend", lambda query, *rest: query.new_e
 summarize = torch.ops.oasis_hf.summarize
 score = torch.ops.oasis_hf.score
 select = torch.ops.oasis_hf.select
+enter = torch.ops.oasis_hf.enter
 gather = torch.ops.oasis_hf.gather
 append = torch.ops.oasis_hf.append
 attend = torch.ops.oasis_hf.attend
 
-__all__ = ["append", "attend", "gather", "reference", "score", "select", "summarize"]
+__all__ = ["append", "attend", "enter", "gather", "reference", "score", "select", "summarize"]

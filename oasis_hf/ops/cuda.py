@@ -143,30 +143,48 @@ def select(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     if not available():
         return reference.select(scores, table, last_selected, lengths, order, cap, step)
-    return select_step(scores, table, last_selected, lengths, order, cap, step, None)[:3]
+    counts = table.new_zeros((3, table.shape[1]))
+    plan = plan_for(table, cap)
+    select_step(scores, table, last_selected, lengths, order, step, None, *plan, counts, None)
+    return *plan, counts
+
+
+def plan_for(table: torch.Tensor, cap: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for a plan over a table `[B, H, S]`: blocks and slots `[B, H, min(cap, S)]`, unwritten."""
+    plan_block = table.new_empty((*table.shape[:2], min(cap, table.shape[2])))
+    return plan_block, torch.empty_like(plan_block)
 
 
 def select_step(
     scores: torch.Tensor, table: torch.Tensor, last_selected: torch.Tensor, lengths: torch.Tensor,
-    order: torch.Tensor, cap: int, step: torch.Tensor, fresh: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    order: torch.Tensor, step: torch.Tensor, fresh: torch.Tensor | None, plan_block: torch.Tensor,
+    plan_slot: torch.Tensor, counts: torch.Tensor, wasted: torch.Tensor | None,
+) -> None:  # fmt: skip
     """`select`, and in the same launch what the working set does around it.
 
     Args:
         fresh: `[B, H, S]` bool, set where a block is admitted; None: nothing is wasted.
-
-    Returns:
-        plan_block, plan_slot and counts as `select`; wasted `[H]`, admitted over blocks that were still fresh.
+        plan_block, plan_slot: `[B, H, C]`, written. counts: `[3, H]` int64, added to: hits, fetched, capped.
+        wasted: `[H]` int64 or None, added to: admitted over blocks that were still fresh.
     """
-    plan_block = table.new_empty((*table.shape[:2], min(cap, table.shape[2])))
-    plan_slot = torch.empty_like(plan_block)
-    counts = table.new_zeros((4, table.shape[1]))
     with torch.cuda.device(table.device):
         extension().select(
-            scores.contiguous(), table, last_selected, lengths, order, step, fresh, plan_block, plan_slot, counts[:3],
-            counts[3], _stream(table),
+            scores.contiguous(), table, last_selected, lengths, order, step, fresh, plan_block, plan_slot, counts,
+            wasted, _stream(table),
         )  # fmt: skip
-    return plan_block, plan_slot, counts[:3], counts[3]
+
+
+def enter(
+    query: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, queries: torch.Tensor, count: int,
+    window: int, keys: torch.Tensor, values: torch.Tensor, fresh: torch.Tensor,
+) -> None:  # fmt: skip
+    if not serves(query):
+        return reference.enter(query, new_keys, new_values, queries, count, window, keys, values, fresh)
+    with torch.cuda.device(query.device):
+        extension().enter(
+            _lines(query), _lines(new_keys), _lines(new_values), queries, count, window, keys, values, fresh,
+            _stream(query),
+        )  # fmt: skip
 
 
 def gather(
@@ -229,7 +247,8 @@ def attend(
 ) -> torch.Tensor:  # fmt: skip
     if not serves(query):
         return reference.attend(query, keys, values, table, lengths, tail_mask, scaling, sinks)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    # By token, as the next projection reads it; handed back in the reference's order.
+    out = query.new_empty([query.shape[i] for i in (0, 2, 1, 3)])
     rows, heads, slots = table.shape
     module = extension()
     size = module.attend_scratch(rows, heads, query.shape[1] // heads, query.shape[2], slots, query.shape[3])
@@ -238,4 +257,4 @@ def attend(
             _lines(query), keys, values, table, lengths, tail_mask, scaling, None if sinks is None else sinks.float(),
             out, _buffer("attend", query, size, module.attend_counters(rows, heads)), _stream(query),
         )  # fmt: skip
-    return out
+    return out.transpose(1, 2)

@@ -177,6 +177,33 @@ def select(
     return plan_block, victim, torch.stack((hits, fetched, miss.sum((0, 2)) - fetched))
 
 
+def enter(
+    query: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    queries: torch.Tensor,
+    count: int,
+    window: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    fresh: torch.Tensor,
+) -> None:
+    """A step's new tokens, before they attend: to the tail, and behind the recent queries.
+
+    Args:
+        query: `[B, Hq, q, D]`, drafts last. new_keys, new_values: `[B, H, q, D]`.
+        queries: `[B, Hq, W + room, D]`, changed in place: the W recent queries move `count` on, drafts' follow.
+        count: tokens that stay. window: W.
+        keys, values: `[B, H, T + S*16, D]`, whose first q entries are written.
+        fresh: `[B, H, S]` bool, cleared: what is in a slot now is read by this step.
+    """
+    recent = torch.cat((queries[:, :, count:window], query[:, :, max(count - window, 0) :]), 2)
+    queries[:, :, : recent.shape[2]] = recent
+    keys[:, :, : query.shape[2]] = new_keys
+    values[:, :, : query.shape[2]] = new_values
+    fresh.zero_()
+
+
 def gather(
     pages: torch.Tensor,
     page_table: torch.Tensor,

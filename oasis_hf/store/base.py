@@ -49,6 +49,11 @@ class BlockStore(ABC):
         """Pages `[pages, 2, 16, D]` and their table `[B, H, N]`, where the device itself can reach both; else None."""
         return None
 
+    @property
+    def table_on_device(self) -> torch.Tensor | None:
+        """The table `[layers, B, H, N]` that the device reads, if it does."""
+        return None
+
     @abstractmethod
     def truncate(self, new: list[int]) -> None:
         """Rows now have `new` tokens: give back what lies beyond."""

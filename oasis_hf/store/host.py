@@ -154,6 +154,10 @@ class HostStore(BlockStore):
     def device_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None if self.device_table is None else (self.pool.pages, self.device_table[layer])
 
+    @property
+    def table_on_device(self) -> torch.Tensor | None:
+        return self.device_table
+
     def truncate(self, new: list[int]) -> None:
         for row, tokens in enumerate(new):
             keep = blocks_of(tokens)

@@ -1,0 +1,146 @@
+"""Decode steps against their bars and against dense decoding, on one GPU (issue B): Qwen3-8B shape, bf16, random weights.
+
+    python eval/decode.py [--only step pipeline long dense stock] [--out eval/results/decode.json]
+
+Sparse steps run with forced misses: exactly C uniformly random blocks a KV head, layer and step, and the bytes that
+cross the link are asserted. Their pages lie in a pinned pool of a few GiB, whatever the context: the link can't tell.
+What is timed is the replayed step; `as called` is the same with everything that Python does around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import provenance
+
+from oasis_hf import bench
+from oasis_hf.bench import Reading, dense, random_model
+
+SHAPE = "qwen3-8b"
+LAYERS, HEADS, BLOCK_BYTES, K = 36, 8, 8192, 128
+SIXTEEN, THIRTY_TWO = 16384, 32768
+
+
+def step(model: Any) -> Iterator[dict[str, Any]]:
+    """The model over the working set, nothing predicted."""
+    for rows, bar in ((1, 5.2), (16, 6.6), (48, 9.8), (64, 11.2)):
+        one = bench.bench(model, rows, SIXTEEN, parts_of=("model",), fetch_ratio=6 / K)[0]
+        yield told(one, SIXTEEN, bar)
+
+
+def pipeline(model: Any, context: int = SIXTEEN, rows: int = 44) -> Iterator[dict[str, Any]]:
+    """The whole step, beside the same without prediction and transfer in the same run."""
+    alone: Reading | None = None
+    for tokens, share in ((16, 1.12), (8, 1.20)):
+        for cap in (3, 6):
+            knobs = dict(fetch_ratio=cap / K, tokens_per_summary=tokens)
+            wanted = ("model", "whole") if alone is None else ("whole",)
+            *first, whole = bench.bench(model, rows, context, parts_of=wanted, **knobs)
+            if first:
+                alone = first[0]
+                yield told(alone, context)
+            assert alone is not None
+            asked = rows * LAYERS * HEADS * cap * BLOCK_BYTES
+            assert whole.bytes == asked, f"{whole.bytes:,} bytes moved a step, not {asked:,}"
+            link = asked / 51e9 * 1e3
+            bar = share * alone.ms if cap == 3 else 1.05 * max(link, 1.12 * alone.ms)
+            yield told(whole, context, bar, cap=cap, tokens_per_summary=tokens, times_alone=whole.ms / alone.ms)
+
+
+def long(model: Any) -> Iterator[dict[str, Any]]:
+    """32K tokens a row."""
+    yield from pipeline(model, THIRTY_TWO, 22)
+    for rows, bar in ((1, 5.6), (8, None)):
+        one = bench.bench(model, rows, THIRTY_TWO, parts_of=("whole",), fetch_ratio=6 / K)[0]
+        yield told(one, THIRTY_TWO, bar, cap=6, tokens_per_summary=8)
+
+
+def dense_mode(model: Any) -> Iterator[dict[str, Any]]:
+    """Our own dense mode; the bar is 0.92 of dense vLLM's figure for this shape."""
+    for rows, context, anchor in (
+        (24, SIXTEEN, 1258), (16, SIXTEEN, 1154), (13, THIRTY_TWO, 670), (8, THIRTY_TWO, 579), (1, THIRTY_TWO, None),
+    ):  # fmt: skip
+        yield told(dense(model, rows, context), context, anchor and rows / (0.92 * anchor) * 1e3)
+
+
+@torch.no_grad()
+def stock(model: Any) -> Iterator[dict[str, Any]]:
+    """transformers' own caches: eager over DynamicCache, and StaticCache with the model's forward compiled as generate
+    compiles it. Keys and values are noise."""
+    from transformers import DynamicCache, StaticCache
+
+    def timed(rows: int, context: int, cache: Any, forward: Any, what: str) -> dict[str, Any]:
+        token, times = torch.full((rows, 1), 7, device="cuda"), []
+        for i in range(13):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            at = torch.full_like(token, context + i)
+            begin.record()
+            forward(input_ids=token, position_ids=at, past_key_values=cache)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        ms = statistics.median(times[5:])
+        return told(Reading(what, rows, ms, ms, 0, ""), context)
+
+    shape = (HEADS, SIXTEEN, 128)
+    for rows in (16, 24):
+        cache = DynamicCache(config=model.config)
+        for layer in range(LAYERS):
+            cache.update(*(torch.randn(rows, *shape, device="cuda", dtype=torch.bfloat16) for _ in "kv"), layer)
+        yield timed(rows, SIXTEEN, cache, model, "stock DynamicCache, eager")
+        del cache
+        torch.cuda.empty_cache()
+    rows = 16
+    cache = StaticCache(config=model.config, max_cache_len=SIXTEEN + 64)
+    for layer in range(LAYERS):
+        cache.update(*(torch.randn(rows, *shape, device="cuda", dtype=torch.bfloat16) for _ in "kv"), layer)
+    compiled = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True, dynamic=False)
+    yield timed(rows, SIXTEEN, cache, compiled, "stock StaticCache, compiled")
+
+
+def told(one: Reading, context: int, bar: float | None = None, **more: Any) -> dict[str, Any]:
+    row = {**asdict(one), "context": context, "tokens_per_second": one.tokens_per_second, "bar_ms": bar, **more}
+    told_of = ", ".join(f"{name}={value:.3g}" for name, value in more.items())
+    verdict = "" if bar is None else f"bar {bar:6.2f} {'met' if one.ms <= bar else 'MISSED'}"
+    print(
+        f"{one.rows:3d} rows {context // 1024:2d}K {one.what:32s} {told_of:44s} {one.ms:7.2f} ms (called "
+        f"{one.call_ms:6.2f}) {one.tokens_per_second:7,.0f} tok/s {one.bytes / 1e6:6.0f} MB {verdict} {one.graph}",
+        flush=True,
+    )
+    return row
+
+
+PARTS = {"step": step, "pipeline": pipeline, "long": long, "dense": dense_mode, "stock": stock}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--memory-gb", type=float, default=80, help="GPU memory that may be used (default: 80)")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gb * 1e9 / total))
+    model = random_model(SHAPE)
+    rows = []
+    for part in args.only:
+        try:
+            for row in PARTS[part](model):
+                rows.append({"part": part, **row})
+        except torch.OutOfMemoryError as error:
+            print(f"{part}: does not fit {args.memory_gb:.0f} GB: {str(error).splitlines()[0][:100]}")
+        torch.cuda.empty_cache()
+    if args.out:
+        told_of = {"provenance": provenance("cuda"), "memory_gb": args.memory_gb, "forced_misses": True}
+        args.out.write_text(json.dumps({**told_of, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

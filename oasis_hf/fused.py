@@ -1,0 +1,233 @@
+"""Decoder layers compiled for captured steps: element-wise work fused, projections of one input joined (issue B).
+
+Weights are inputs of what is compiled, and so is the number by which its attention, one custom operator, finds its
+layer of the cache: all layers of a kind share one compiled graph, a few seconds' work a shape of step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from . import attach
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Sibling projections of one input, by the names that transformers' models give them."""
+
+SHAPES = 64
+"""Shapes of step that one kind of layer is compiled for, before dynamo gives up."""
+
+
+_trying: ContextVar[bool] = ContextVar("oasis_trying", default=False)
+
+
+class FusionError(RuntimeError):
+    """These layers can't be compiled; the message says why."""
+
+
+def _layer(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, index: torch.Tensor, scaling: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """A compiled layer's attention, as attach's function has it. index: the layer's number, on the host."""
+    if _trying.get():
+        return query.new_zeros([query.shape[i] for i in (0, 2, 1, 3)])
+    cache = attach.active_cache()
+    assert cache is not None, "a layer compiled for an OasisCache ran without one"
+    return attach.attend_layer(cache, int(index), query, key, value, scaling, sinks)
+
+
+_library = torch.library.Library("oasis_hf", "FRAGMENT")
+_library.define("layer(Tensor query, Tensor key, Tensor value, Tensor index, float? scaling, Tensor? sinks) -> Tensor")
+_library.impl("layer", _layer, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "oasis_hf::layer", lambda query, *rest: query.new_empty([query.shape[i] for i in (0, 2, 1, 3)])
+)
+
+
+class _Slice(nn.Module):
+    """Stands in for one of several joined projections: rows `start:stop` of the product with all their weights."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, start: int, stop: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.start, self.stop = weight, bias, start, stop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)[..., self.start : self.stop]
+
+
+class _Once(CustomGraphPass):
+    """Products that joined projections ask for several times are made once."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        aten = torch.ops.aten
+        pure = {aten.mm.default, aten.addmm.default, aten.permute.default, aten.view.default, aten.t.default,
+                aten.reshape.default}  # fmt: skip
+        seen: dict[Any, torch.fx.Node] = {}
+        for node in graph.nodes:
+            if node.op != "call_function" or node.target not in pure:
+                continue
+            key = (node.target, repr(node.args), repr(node.kwargs))
+            if key in seen:
+                node.replace_all_uses_with(seen[key])
+                graph.erase_node(node)
+            else:
+                seen[key] = node
+
+    def uuid(self) -> Any:
+        return "oasis_hf.fused._Once.1"
+
+
+class FusedLayers:
+    """The decoder layers of one model, and what is compiled of them.
+
+    Args:
+        model: a causal language model, attached to a cache.
+
+    Attributes:
+        failed: why a layer could not be compiled, or None.
+
+    Raises:
+        FusionError: its decoder layers were not found, or are replaced.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.layers = _decoder_layers(model)
+        if any("forward" in layer.__dict__ for layer in self.layers):
+            raise FusionError("something else stands in for a layer's forward")
+        self.failed: str | None = None
+        self._compiled: dict[type, Callable[..., Any]] = {}
+        self._slices: list[tuple[nn.Module, str, nn.Linear, _Slice]] = []
+        for layer in self.layers:
+            for parent in layer.modules():
+                for names in GROUPS:
+                    self._join(parent, names)
+
+    def _join(self, parent: nn.Module, names: tuple[str, ...]) -> None:
+        """One weight for sibling projections; their own become views of it, so that nothing is held twice."""
+        found = [parent._modules.get(name) for name in names]
+        linears = [module for module in found if type(module) is nn.Linear]
+        if len(linears) < len(names) or not _alike(linears):
+            return
+        weight = torch.cat([linear.weight.data for linear in linears])
+        biased = linears[0].bias is not None
+        bias = torch.cat([linear.bias.data for linear in linears]) if biased else None
+        start = 0
+        for name, linear in zip(names, linears):
+            stop = start + linear.out_features
+            linear.weight.data = weight[start:stop]
+            if bias is not None:
+                linear.bias.data = bias[start:stop]
+            self._slices.append((parent, name, linear, _Slice(weight, bias, start, stop)))
+            start = stop
+
+    def holds(self) -> bool:
+        """Whether the joined weights are still the model's own (nothing was loaded or moved since)."""
+        return all(
+            linear.weight.data_ptr() == one.weight[one.start].data_ptr() for _, _, linear, one in self._slices
+        )
+
+    def _forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind = type(layer)
+        if kind not in self._compiled:
+            self._compiled[kind] = torch.compile(
+                kind.forward, dynamic=False, fullgraph=True, options={"post_grad_custom_pre_pass": _Once()}
+            )
+        # The cache would lead dynamo to the layer's number, and each layer to a graph of its own.
+        kwargs = {name: None if name in attach.CACHE_NAMES else value for name, value in kwargs.items()}
+        limits = {"recompile_limit": SHAPES, "accumulated_recompile_limit": 4 * SHAPES}
+        with self._standing_in(), torch._dynamo.config.patch(limits):
+            return self._compiled[kind](layer, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _standing_in(self) -> Iterator[None]:
+        for parent, name, _, stand_in in self._slices:
+            parent._modules[name] = stand_in
+        try:
+            yield
+        finally:
+            for parent, name, linear, _ in self._slices:
+                parent._modules[name] = linear
+
+    @contextlib.contextmanager
+    def placed(self) -> Iterator[None]:
+        """The model's layers run compiled inside."""
+        with self._hung(lambda layer: lambda *args, **kwargs: self._forward(layer, args, kwargs)):
+            yield
+
+    @contextlib.contextmanager
+    def tried(self) -> Iterator[None]:
+        """The model's layers run as they are inside, and the first of each kind is compiled for what it is given;
+        `failed` says afterwards whether that went wrong."""
+        done: set[type] = set()
+
+        def beside(layer: nn.Module) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if type(layer) not in done:
+                    done.add(type(layer))
+                    token = _trying.set(True)
+                    try:
+                        self._forward(layer, args, kwargs)
+                    except Exception as error:  # dynamo and inductor raise what they like
+                        self.failed = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                    finally:
+                        _trying.reset(token)
+                return type(layer).forward(layer, *args, **kwargs)  # type: ignore[operator]
+
+            return forward
+
+        with self._hung(beside):
+            yield
+
+    @contextlib.contextmanager
+    def _hung(self, stand_in: Callable[[nn.Module], Callable[..., Any]]) -> Iterator[None]:
+        for layer in self.layers:
+            layer.__dict__["forward"] = stand_in(layer)
+            for module in layer.modules():
+                if hasattr(module, "layer_idx"):
+                    setattr(module, attach.HANDLE, torch.tensor(module.layer_idx))
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                del layer.__dict__["forward"]
+                for module in layer.modules():
+                    module.__dict__.pop(attach.HANDLE, None)
+
+
+def _alike(linears: list[nn.Linear]) -> bool:
+    first = linears[0]
+    kinds = {
+        (one.in_features, one.weight.dtype, one.weight.device, one.bias is None, type(one.weight)) for one in linears
+    }
+    hooked = any(one._forward_hooks or one._forward_pre_hooks or "forward" in one.__dict__ for one in linears)
+    return len(kinds) == 1 and type(first.weight) is nn.Parameter and first.weight.is_floating_point() and not hooked
+
+
+def _decoder_layers(model: Any) -> list[nn.Module]:
+    count = attach.text_config(model).num_hidden_layers
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or not name.endswith("layers") or len(module) != count:
+            continue
+        if all(any(hasattr(part, "layer_idx") for part in layer.modules()) for layer in module):
+            return list(module)
+    raise FusionError(f"{type(model).__name__} has no list of {count} decoder layers")
+
+
+_fused: "weakref.WeakKeyDictionary[Any, FusedLayers]" = weakref.WeakKeyDictionary()
+
+
+def fused_layers(model: Any) -> FusedLayers:
+    """The model's, made once and made anew when its weights are others."""
+    have = _fused.get(model)
+    if have is None or not have.holds():
+        have = _fused[model] = FusedLayers(model)
+    return have
