@@ -147,8 +147,8 @@ void summarize(const Tensor& keys, const std::string& scorer, int64_t parts, con
     rank(op, "out", out, 5);
     int64_t outer = keys.size(0), blocks = keys.size(1), dim = keys.size(-1);
     check.strided(keys, "keys", kModel, {ANY, ANY, oasis::BLOCK, ANY});
-    TORCH_CHECK_VALUE(keys.stride(2) == dim && (blocks == 1 || keys.stride(1) == oasis::BLOCK * dim), "oasis_hf.", op,
-                      ": `keys` must have contiguous blocks, not strides ", keys.strides(), ".");
+    TORCH_CHECK_VALUE(blocks == 1 || keys.stride(1) == oasis::BLOCK * keys.stride(2), "oasis_hf.", op,
+                      ": `keys` must have one stride for all tokens, not strides ", keys.strides(), ".");
     bool int8 = out.scalar_type() == ScalarType::Char;
     const ScalarType types[] = {ScalarType::Char, keys.scalar_type()};
     check.strided(out, "out", types, {outer, blocks, parts, 2, dim});
@@ -160,8 +160,8 @@ void summarize(const Tensor& keys, const std::string& scorer, int64_t parts, con
                           "oasis_hf.summarize: `scales` must have contiguous blocks, not strides ", t.strides(), ".");
     }
     check.on_gpu();
-    launched(op, oasis::summarize(keys.data_ptr(), outer, keys.stride(0), blocks, dim, parts, scorer_of(op, scorer),
-                                  int8, out.data_ptr(), out.stride(0), pointer<void>(scales),
+    launched(op, oasis::summarize(keys.data_ptr(), outer, keys.stride(0), keys.stride(2), blocks, dim, parts,
+                                  scorer_of(op, scorer), int8, out.data_ptr(), out.stride(0), pointer<void>(scales),
                                   int8 ? scales->stride(0) : 0, dtype_of(keys), as_stream(stream)));
 }
 
@@ -270,6 +270,27 @@ void gather(const Tensor& pages, const Tensor& page_table, const Tensor& keys, c
                                page_table.stride(1), keys.data_ptr(), values.data_ptr(),
                                plan_block.data_ptr<int64_t>(), plan_slot.data_ptr<int64_t>(), rows, heads, slots,
                                plan_block.size(2), dim, keys.element_size(), ctas, as_stream(stream)));
+}
+
+void write_tokens(const Tensor& pages, const Tensor& page_table, const Tensor& keys, const Tensor& values,
+                  int64_t start, int64_t ctas, int64_t stream) {
+    const char* op = "write";
+    Checker check(op, keys, "keys");
+    rank(op, "keys", keys, 3);
+    int64_t heads = keys.size(0), tokens = keys.size(1), dim = keys.size(2);
+    check.strided(keys, "keys", kPages, {ANY, ANY, ANY});
+    check.strided(values, "values", keys.scalar_type(), keys.sizes());
+    check.reachable(pages, "pages", keys.scalar_type(), {ANY, 2, oasis::BLOCK, dim});
+    TORCH_CHECK_VALUE(pages.is_contiguous(), "oasis_hf.write: `pages` must be contiguous.");
+    check.reachable(page_table, "page_table", kLong, {heads, ANY});
+    TORCH_CHECK_VALUE(page_table.size(1) <= 1 || page_table.stride(1) == 1,
+                      "oasis_hf.write: `page_table` must have contiguous blocks, not strides ", page_table.strides());
+    TORCH_CHECK_VALUE(start >= 0 && start + tokens <= page_table.size(1) * oasis::BLOCK, "oasis_hf.write: `start` ",
+                      start, " and ", tokens, " tokens don't fit the ", page_table.size(1), " blocks of `page_table`.");
+    check.on_gpu();
+    launched(op, oasis::write(keys.data_ptr(), keys.stride(0), keys.stride(1), values.data_ptr(), values.stride(0),
+                              values.stride(1), start, tokens, page_table.data_ptr<int64_t>(), page_table.stride(0),
+                              pages.data_ptr(), heads, dim, keys.element_size(), ctas, as_stream(stream)));
 }
 
 void append(const Tensor& keys, const Tensor& values, const Tensor& table, const Tensor& last_selected,
@@ -390,6 +411,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("score", &score);
     m.def("select", &select_blocks);
     m.def("gather", &gather);
+    m.def("write", &write_tokens);
     m.def("append", &append);
     m.def("enter", &enter);
     m.def("attend", &attend);

@@ -21,12 +21,13 @@ enum class Scorer : int { minmax = 0, midrange = 1 };
 enum class Reduction : int { max = 0, mean = 1, softmax_mean = 2 };
 
 // Summaries of `blocks` consecutive closed blocks for each of `outer` (row, head) pairs.
-// keys: [outer, blocks, 16, D], outer stride given. out: int8 or Dtype, [outer, blocks, P, 2, D], stride out_stride
-// elements per outer; scales: [outer, blocks, P, 2] fp16, stride scale_stride, null unless int8.
+// keys: [outer, blocks, 16, D] with strides (outer, token), last dimension contiguous. out: int8 or Dtype, [outer,
+// blocks, P, 2, D], stride out_stride elements per outer; scales: [outer, blocks, P, 2] fp16, stride scale_stride, null
+// unless int8.
 // Floor: bytes = keys read once + summaries written once; operations negligible.
-cudaError_t summarize(const void* keys, int64_t outer, int64_t key_stride, int64_t blocks, int D, int P, Scorer scorer,
-                      bool int8, void* out, int64_t out_stride, void* scales, int64_t scale_stride, Dtype dtype,
-                      cudaStream_t stream);
+cudaError_t summarize(const void* keys, int64_t outer, int64_t key_stride, int64_t key_token, int64_t blocks, int D,
+                      int P, Scorer scorer, bool int8, void* out, int64_t out_stride, void* scales,
+                      int64_t scale_stride, Dtype dtype, cudaStream_t stream);
 
 // query: [B, Hq, T, D] with strides (row, head, token), last dimension contiguous; T <= MAX_TOKENS.
 // summaries: [B, H, cap, P, 2, D] of which the first N blocks are looked at, int8 or Dtype; scales [B, H, cap, P, 2]
@@ -59,6 +60,15 @@ cudaError_t select(const float* scores, int64_t* table, int64_t* last_selected, 
 cudaError_t gather(const void* pages, const int64_t* page_table, int64_t table_row, int64_t table_head, void* keys,
                    void* values, const int64_t* plan_block, const int64_t* plan_slot, int B, int H, int S, int C, int D,
                    int element, int ctas, cudaStream_t stream);
+
+// Tokens start ... start + n - 1 of one row to their pages; the rest of those pages stays as it is.
+// keys, values: [H, n, D] with strides (head, token), last dimension contiguous. page_table: [H, *] int64 with a head
+// stride, readable by the device, in which every block of the tokens has its page. pages: as in gather, written.
+// `ctas`: as in gather.
+// Floor: bytes = 2*H*n*D*element over the link.
+cudaError_t write(const void* keys, int64_t key_head, int64_t key_token, const void* values, int64_t value_head,
+                  int64_t value_token, int64_t start, int64_t n, const int64_t* page_table, int64_t table_head,
+                  void* pages, int H, int D, int element, int ctas, cudaStream_t stream);
 
 // One token a row to its open block, rolling a full one (reference: append), and, where the pointers are given, to its
 // page (store's append) and, where it closes a block, that block's summary (Summaries.close).

@@ -10,6 +10,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <climits>
+
 #include "oasis.h"
 
 namespace oasis {
@@ -65,8 +67,8 @@ __device__ __forceinline__ __half quantize(const E2 (&vector)[4], void* out, int
 
 template <typename E2, int P, bool INT8>
 __global__ void __launch_bounds__(THREADS) summarize_kernel(
-    const uint16_t* keys, int64_t key_stride, unsigned outer, unsigned blocks, int D, int lanes, bool midrange,
-    void* out, int64_t out_stride, __half2* scales, int64_t scale_stride) {
+    const uint16_t* keys, int64_t key_stride, int key_token, unsigned outer, unsigned blocks, int D, int lanes,
+    bool midrange, void* out, int64_t out_stride, __half2* scales, int64_t scale_stride) {
     constexpr int RUN = BLOCK / P;
     const unsigned group = (blockIdx.x * THREADS + threadIdx.x) / lanes, lane = threadIdx.x % lanes;
     const unsigned o = group / blocks, block = group % blocks;
@@ -74,10 +76,10 @@ __global__ void __launch_bounds__(THREADS) summarize_kernel(
     const bool there = o < outer && lane * LANE_CHANNELS < unsigned(D);
 
     uint4 raw[BLOCK];
-    const uint16_t* from = keys + o * key_stride + int64_t(block) * BLOCK * D + lane * LANE_CHANNELS;
+    const uint16_t* from = keys + o * key_stride + int64_t(block) * (BLOCK * key_token) + lane * LANE_CHANNELS;
 #pragma unroll
     for (int i = 0; i < BLOCK; ++i)
-        raw[i] = there ? __ldcs(reinterpret_cast<const uint4*>(from + i * D)) : make_uint4(0, 0, 0, 0);
+        raw[i] = there ? __ldcs(reinterpret_cast<const uint4*>(from + i * key_token)) : make_uint4(0, 0, 0, 0);
 
 #pragma unroll
     for (int p = 0; p < P; ++p) {
@@ -108,8 +110,9 @@ __global__ void __launch_bounds__(THREADS) summarize_kernel(
 }
 
 template <typename E2>
-cudaError_t launch(const void* keys, int64_t outer, int64_t key_stride, int64_t blocks, int D, int P, bool midrange,
-                   bool int8, void* out, int64_t out_stride, void* scales, int64_t scale_stride, cudaStream_t stream) {
+cudaError_t launch(const void* keys, int64_t outer, int64_t key_stride, int64_t key_token, int64_t blocks, int D, int P,
+                   bool midrange, bool int8, void* out, int64_t out_stride, void* scales, int64_t scale_stride,
+                   cudaStream_t stream) {
     auto* kernel = P == 1   ? (int8 ? summarize_kernel<E2, 1, true> : summarize_kernel<E2, 1, false>)
                    : P == 2 ? (int8 ? summarize_kernel<E2, 2, true> : summarize_kernel<E2, 2, false>)
                             : (int8 ? summarize_kernel<E2, 4, true> : summarize_kernel<E2, 4, false>);
@@ -117,29 +120,30 @@ cudaError_t launch(const void* keys, int64_t outer, int64_t key_stride, int64_t 
     while (lanes * LANE_CHANNELS < D) lanes *= 2;
     const int64_t ctas = (outer * blocks * lanes + THREADS - 1) / THREADS;
     auto outer32 = static_cast<unsigned>(outer), blocks32 = static_cast<unsigned>(blocks);
-    void* arguments[] = {&keys, &key_stride, &outer32, &blocks32,   &D,      &lanes,
-                         &midrange, &out,    &out_stride, &scales, &scale_stride};
+    auto token32 = static_cast<int>(key_token);
+    void* arguments[] = {&keys,  &key_stride, &token32, &outer32,    &blocks32, &D,
+                         &lanes, &midrange,   &out,     &out_stride, &scales,   &scale_stride};
     return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(ctas)), dim3(THREADS),
                             arguments, 0, stream);
 }
 
 }  // namespace
 
-cudaError_t summarize(const void* keys, int64_t outer, int64_t key_stride, int64_t blocks, int D, int P, Scorer scorer,
-                      bool int8, void* out, int64_t out_stride, void* scales, int64_t scale_stride, Dtype dtype,
-                      cudaStream_t stream) {
+cudaError_t summarize(const void* keys, int64_t outer, int64_t key_stride, int64_t key_token, int64_t blocks, int D,
+                      int P, Scorer scorer, bool int8, void* out, int64_t out_stride, void* scales,
+                      int64_t scale_stride, Dtype dtype, cudaStream_t stream) {
     if (outer <= 0 || blocks <= 0) return cudaSuccess;
     // Loads and stores of 16 bytes (8 of int8); a stride that is never taken may be anything.
     const bool aligned = (outer == 1 || (key_stride % 8 == 0 && out_stride % 8 == 0 && scale_stride % 2 == 0)) &&
-                         reinterpret_cast<uintptr_t>(keys) % 16 == 0 &&
+                         reinterpret_cast<uintptr_t>(keys) % 16 == 0 && key_token % 8 == 0 &&
                          reinterpret_cast<uintptr_t>(out) % (int8 ? 8 : 16) == 0 &&
                          reinterpret_cast<uintptr_t>(scales) % 4 == 0;
     if (!aligned || D % 16 || D < 16 || D > 256 || (P != 1 && P != 2 && P != 4) || (int8 && !scales) ||
-        outer * blocks > (int64_t(1) << 31) / 32)
+        outer * blocks > (int64_t(1) << 31) / 32 || key_token < 0 || key_token > INT_MAX / BLOCK)
         return cudaErrorInvalidValue;
     auto* run = dtype == Dtype::bf16 ? launch<__nv_bfloat162> : launch<__half2>;
-    return run(keys, outer, key_stride, blocks, D, P, scorer == Scorer::midrange, int8, out, out_stride, scales,
-               scale_stride, stream);
+    return run(keys, outer, key_stride, key_token, blocks, D, P, scorer == Scorer::midrange, int8, out, out_stride,
+               scales, scale_stride, stream);
 }
 
 }  // namespace oasis

@@ -1,4 +1,4 @@
-"""Decode steps against their bars and against dense decoding, on one GPU (issue B): Qwen3-8B shape, bf16, random weights.
+"""Decode steps against their bars and against dense decoding, on one GPU (issue B): Qwen3-8B shape, bf16, random.
 
     python eval/decode.py [--only step pipeline long dense stock] [--out eval/results/decode.json]
 

@@ -22,6 +22,7 @@ from oasis_hf.config import BLOCK, TAIL
 from oasis_hf.ops import cuda
 
 HEADS, GROUP, DIM, SLOTS = 8, 4, 128, 129
+OPS = ["attend", "score", "select", "gather", "write", "append", "summarize"]
 HBM = 4.273e12
 """Bytes a second that a device-to-device copy reaches, read and write together."""
 
@@ -119,6 +120,19 @@ def gather(pages: torch.Tensor, rows: int, cap: int, ctas: int) -> dict[str, Any
     return {"op": "gather", "case": f"{total:,} blocks of 8 KiB, {ctas or 'default'} CTAs", "us": time, "bytes": size}
 
 
+def write(pages: torch.Tensor, tokens: int, token_major: bool, ctas: int) -> dict[str, Any]:
+    table = torch.randperm(len(pages), device="cuda")[: HEADS * tokens // BLOCK].view(HEADS, -1)
+    made = [torch.randn(2, HEADS, tokens, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    if token_major:
+        made = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in made]
+    before, cuda.WRITE_CTAS = cuda.WRITE_CTAS, ctas
+    time = timed([lambda x=x: cuda.write(pages, table, x[0], x[1], 0) for x in made])
+    cuda.WRITE_CTAS = before
+    kind = "token-major" if token_major else "head-major"
+    case = f"{tokens:,} tokens, {kind}, {ctas or 'default'} CTAs"
+    return {"op": "write", "case": case, "us": time, "bytes": made[0].nbytes}
+
+
 def append(rows: int) -> dict[str, Any]:
     s = working_set(rows)
     last, order = torch.zeros_like(s["table"]), torch.arange(SLOTS, device="cuda")
@@ -140,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--pinned-gib", type=float, default=4)
-    parser.add_argument("--ops", nargs="+", default=["attend", "score", "select", "gather", "append", "summarize"])
+    parser.add_argument("--ops", nargs="+", default=OPS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = args.rows
@@ -155,11 +169,14 @@ def main() -> None:
         (lambda: append(rows), None), (lambda: append(1), None),
         (lambda: summarize(65536, 2, True), None), (lambda: summarize(65536, 1, False), None),
     ]  # fmt: skip
-    if "gather" in args.ops:
+    if {"gather", "write"} & set(args.ops):
         pages = torch.empty(
             (int(args.pinned_gib * 2**30) // page, 2, BLOCK, DIM), dtype=torch.bfloat16, pin_memory=True
         )
         pages.view(torch.int16)[::16] = 1  # touched
+        for ctas in (2, 4, 8, 16, 32, 0):
+            calls.append((lambda c=ctas: write(pages, 16384, True, c), None))  # type: ignore[misc]
+        calls += [(lambda: write(pages, 16384, False, 0), None), (lambda: write(pages, 512, True, 0), None)]
         for ctas in (4, 8, 16, 32, 0):
             calls.append((lambda c=ctas: gather(pages, 64, 24, c), None))  # type: ignore[misc]
         calls += [(lambda: gather(pages, 32, 1, 16), 50), (lambda: gather(pages, 44, 3, 16), 180),
@@ -174,7 +191,7 @@ def main() -> None:
         if row["op"] not in args.ops:
             continue
         row |= {"bar_us": bar, "gb_per_s": row["bytes"] / row["us"] / 1e3}
-        ceiling = 55.4e9 if row["op"] == "gather" else HBM
+        ceiling = 55.4e9 if row["op"] in ("gather", "write") else HBM
         row["floor_us"] = row["bytes"] / ceiling * 1e6
         result.append(row)
         verdict = "" if bar is None else f"bar {bar:.0f} us {'met' if row['us'] <= bar else 'MISSED'}"

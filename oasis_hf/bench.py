@@ -179,7 +179,8 @@ def parts(predict: bool, transfer: bool) -> Iterator[None]:
     fetch, captured, gather = OasisLayer._fetch, OasisLayer._predict, HostStore.gather
     try:
         if not predict:
-            OasisLayer._fetch = OasisLayer._predict = lambda self, *args: None  # type: ignore[method-assign]
+            OasisLayer._fetch = lambda self, *args: None  # type: ignore[method-assign]
+            OasisLayer._predict = lambda self, *args: None  # type: ignore[method-assign]
         if not transfer:
             HostStore.gather = lambda self, *args: None  # type: ignore[method-assign]
         yield
@@ -298,7 +299,7 @@ def main(args: argparse.Namespace) -> int:
     for column in ("rows", "a step of", "ms", "as called", "tokens/s", "over the link, MB", "link, GB/s", "graph"):
         table.add_column(column, justify="left" if column in ("a step of", "graph") else "right")
     readings: list[Reading] = []
-    how = dict(graphs=not args.eager, compiled=not args.no_compile)
+    how: dict[str, Any] = dict(graphs=not args.eager, compiled=not args.no_compile)
     for rows in args.rows:
         readings += bench(model, rows, args.context, args.steps, **how, **knobs)
     for rows in args.dense_rows:

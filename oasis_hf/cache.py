@@ -173,6 +173,8 @@ class OasisCache(Report, Cache):
             keys, values = (x.to(layer.device, layer.working_set.keys.dtype) for x in moved[layer.index])
             if keys.shape[1]:
                 layer._store_row(row, first, keys, values)
+        if state.store is not None:
+            state.store.join()
         for layer in self.layers:
             if isinstance(layer, SlidingLayer):
                 layer.hide(row, kept)

@@ -131,9 +131,7 @@ class FusedLayers:
 
     def holds(self) -> bool:
         """Whether the joined weights are still the model's own (nothing was loaded or moved since)."""
-        return all(
-            linear.weight.data_ptr() == one.weight[one.start].data_ptr() for _, _, linear, one in self._slices
-        )
+        return all(linear.weight.data_ptr() == one.weight[one.start].data_ptr() for _, _, linear, one in self._slices)
 
     def _forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = type(layer)

@@ -7,8 +7,9 @@ when summaries or the table grow, or rows are chosen anew, the step is captured 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -264,7 +265,7 @@ class StepGraphs:
         _own_workspaces()
         self._stream.wait_stream(torch.cuda.current_stream(device))
         try:
-            with span("capture"), layers, torch.cuda.stream(self._stream):
+            with span("capture"), _nothing_collected(), layers, torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     self._pipeline.begin(late)
@@ -310,6 +311,18 @@ def _cannot_hold(cache: "OasisCache") -> str | None:
         if pages[0].dtype != layer.working_set.keys.dtype:
             return f"host_dtype={config.host_dtype!r}"
     return None
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """No collection inside: what it frees may need calls that a capture does not allow."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _own_workspaces() -> None:

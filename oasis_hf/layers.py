@@ -108,24 +108,21 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
         self, step: Step, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         past, seen = self._past(step, keys)
-        valid = None if step.valid is None else step.valid.to(keys.device)
-        out = dense_attention(query, keys, values, past, seen, valid, self.scaling, sinks)
         if self.index == 0:
             self.store.ensure(step.starts, step.ends)
         self.summaries.ensure(max(step.ends) // BLOCK)
         if self.recent is None:
             self.recent = query.new_zeros((query.shape[0], query.shape[1], self.state.window, query.shape[3]))
         for row, start in enumerate(step.starts):
-            kept = step.kept(row)
-            if kept is not None:
-                kept = kept.to(keys.device)
-            row_keys, row_values, row_query = (
-                x[row] if kept is None else x[row].index_select(1, kept) for x in (keys, values, query)
-            )
+            kept = step.kept(row, keys.device)
+            row_keys, row_values = (x[row] if kept is None else x[row].index_select(1, kept) for x in (keys, values))
             if row_keys.shape[1]:
                 self._store_row(row, start, row_keys, row_values)
-                self.recent[row] = torch.cat((self.recent[row], row_query), 1)[:, -self.state.window :]
-        return out
+                window = self.state.window
+                last = query[row, :, -window:] if kept is None else query[row].index_select(1, kept[-window:])
+                self.recent[row] = torch.cat((self.recent[row, :, last.shape[1] :], last), 1)
+        # Once the writes are issued: they can get away beside it, and are the sooner gone.
+        return dense_attention(query, keys, values, past, seen, step.real(keys.device), self.scaling, sinks)
 
     def _past(
         self, step: Step, keys: torch.Tensor
@@ -138,21 +135,22 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
         past = keys.new_zeros((2, rows, heads, longest, dim))
         for row, length in enumerate(step.starts):
             if length:
-                for which, part in enumerate(self.store.read(self.index, row, 0, length)):
-                    past[which, row, :, :length] = part.to(keys.device)
-        seen = torch.arange(longest, device=keys.device) < torch.tensor(step.starts, device=keys.device)[:, None]
+                for which, part in enumerate(self.store.load(self.index, row, 0, length, keys[row])):
+                    past[which, row, :, :length] = part
+        lengths = self.state.need_rows().lengths(keys.device)
+        seen = torch.arange(longest, device=keys.device) < lengths[:, None]
         return (past[0], past[1]), seen
 
     def _store_row(self, row: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """New tokens `[H, n, D]` of one row: to the store, and summaries of the blocks they close."""
-        stop = start + keys.shape[1]
+        first, last = start // BLOCK, (start + keys.shape[1]) // BLOCK
+        closed = keys
+        if last > first and start % BLOCK:
+            lead = self.store.load(self.index, row, first * BLOCK, start, keys)[0]
+            closed = torch.cat((lead, keys), 1)
         self.store.write(self.index, row, start, keys, values)
-        first, last = start // BLOCK, stop // BLOCK
         if last > first:
-            if start % BLOCK:
-                lead = self.store.read(self.index, row, first * BLOCK, start)[0]
-                keys = torch.cat((lead.to(keys.device, keys.dtype), keys), 1)
-            self.summaries.write(row, first, keys[:, : (last - first) * BLOCK].unflatten(1, (-1, BLOCK)))
+            self.summaries.write(row, first, closed[:, : (last - first) * BLOCK].unflatten(1, (-1, BLOCK)))
 
     def _decode(
         self, step: Step, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None

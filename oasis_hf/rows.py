@@ -36,7 +36,8 @@ class Rows:
     def lengths(self, device: torch.device) -> torch.Tensor:
         """`[B]` int64 of `tokens` on a device; kept there, so that a decode step advances it without a copy."""
         if device not in self._device:
-            self._device[device] = torch.tensor(self.tokens, dtype=torch.int64, device=device)
+            tokens = torch.tensor(self.tokens, dtype=torch.int64)
+            self._device[device] = tokens.to(device, non_blocking=True)
         return self._device[device]
 
     def extend(self, valid: torch.Tensor) -> None:

@@ -87,7 +87,7 @@ class SlidingLayer(CacheLayerMixin):
             at = torch.arange(first, step.columns, device=keys.device) % self.size
             past = (self.ring_keys.index_select(2, at), self.ring_values.index_select(2, at))
             seen = self.real.index_select(1, at)
-        valid = None if step.valid is None else step.valid.to(keys.device)
+        valid = step.real(keys.device)
         if seen is not None and past is not None and past[0].shape[2] == 0:
             past, seen = None, None
         out = dense_attention(query, keys, values, past, seen, valid, scaling, sinks, self.window)

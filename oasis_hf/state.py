@@ -53,6 +53,7 @@ class Step:
     attended: set[int] = field(default_factory=set)
     _masks: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     _shared: dict[str, torch.Tensor] = field(default_factory=dict)
+    _moved: dict[tuple[int | str, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def tail_mask(self, device: torch.device) -> torch.Tensor:
         if device not in self._masks:
@@ -72,11 +73,20 @@ class Step:
             return [n + self.count for n in self.starts]
         return [n + new for n, new in zip(self.starts, self.valid.sum(1).tolist())]
 
-    def kept(self, row: int) -> torch.Tensor | None:
-        """Columns of this prefill that are real tokens of a row, or None when all are."""
+    def real(self, device: torch.device) -> torch.Tensor | None:
+        """`valid` on a device: moved there once a step, and the host does not wait for it."""
+        return None if self.valid is None else self._there("real", self.valid, device)
+
+    def kept(self, row: int, device: torch.device) -> torch.Tensor | None:
+        """Columns of this prefill that are real tokens of a row, or None when all are; on a device, as `real`."""
         if self.valid is None or bool(self.valid[row].all()):
             return None
-        return self.valid[row].nonzero().squeeze(1)
+        return self._there(row, self.valid[row].nonzero().squeeze(1), device)
+
+    def _there(self, what: int | str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if (what, device) not in self._moved:
+            self._moved[what, device] = tensor.to(device, non_blocking=True)
+        return self._moved[what, device]
 
 
 class State:

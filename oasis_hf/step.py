@@ -149,8 +149,12 @@ class Stepper:
         state.tick()
         step = Step("prefill", state.number, count, list(rows.tokens), rows.columns, valid=valid)
         call["attention_mask"] = None
-        with prefill_bar(state.config.progress, count, len(cache.layers)) as step.tick:
-            out = self._forward(inner, call, step)
+        try:
+            with prefill_bar(state.config.progress, count, len(cache.layers)) as step.tick:
+                out = self._forward(inner, call, step)
+        finally:
+            if state.store is not None:
+                state.store.join()  # interrupted or not: what comes later may read those pages, or get them
         self.forwards += 1
         starts = rows.lengths(cache.device).clone()
         state.mark_dirty(step.starts)

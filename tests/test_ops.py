@@ -310,6 +310,29 @@ def test_gather_copies_planned_blocks_and_touches_nothing_else(dtype):
     assert torch.equal(keys, want_keys) and torch.equal(values, want_values)
 
 
+# -- write -------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 40), st.integers(0, 70), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_write_puts_tokens_into_their_pages_and_touches_nothing_else(start, count, token_major, dtype):
+    heads, blocks = 2, (start + count) // BLOCK + 2
+    order = torch.randperm(heads * blocks, generator=torch.Generator().manual_seed(start))
+    page_table = torch.full((heads, blocks + 3), -1)  # as the store's: room beyond, each head's blocks anywhere
+    page_table[:, :blocks] = order.view(heads, blocks)
+    keys, values = (randn(count, heads, 3, seed=i).transpose(0, 1) for i in range(2))
+    if not token_major:
+        keys, values = keys.contiguous(), values.contiguous()
+    pages = randn(heads * blocks + 2, 2, BLOCK, 3, seed=3, dtype=dtype)
+    want = pages.clone()
+    for h, i in np.ndindex(heads, count):
+        block, into = divmod(start + i, BLOCK)
+        want[page_table[h, block], 0, into] = keys[h, i].to(dtype)
+        want[page_table[h, block], 1, into] = values[h, i].to(dtype)
+    ops.write(pages, page_table, keys, values, start)
+    assert torch.equal(pages, want)
+
+
 # -- append ------------------------------------------------------------------------------------------------------------
 
 
@@ -437,6 +460,7 @@ def op_calls():
     yield "select", (scores, table.clone(), ages, lengths, torch.arange(4), 2, torch.tensor(1))
     yield "select", (scores, table.clone(), ages, lengths, torch.arange(4), 9, torch.tensor(1))
     yield "gather", (randn(9, 2, BLOCK, 8), torch.arange(8).view(2, 2, 2), keys, values, plan, slot)
+    yield "write", (randn(9, 2, BLOCK, 8), torch.arange(8).view(2, 4), randn(2, 21, 8), randn(2, 21, 8), 13)
     yield (
         "append",
         (keys, values, table.clone(), ages, lengths, torch.arange(4), randn(2, 2, 8), randn(2, 2, 8), torch.tensor(1)),

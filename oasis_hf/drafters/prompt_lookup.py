@@ -38,7 +38,7 @@ class PromptLookupDrafter(Drafter):
         self._room()
         order = torch.arange(count, device=tokens.device).expand(rows, -1)
         if valid is not None:
-            valid = valid.to(tokens.device)
+            valid = valid.to(tokens.device, non_blocking=True)
             # Squeezed: a real token goes where the real ones before it end; the others go to the last, unused column.
             order = torch.where(valid, valid.cumsum(1) - 1, 0)
             tokens = torch.where(valid, tokens, -1)

@@ -1,4 +1,4 @@
-"""The operators of a decode step, as `torch.ops.oasis_hf.*`.
+"""The operators of a prompt and of a decode step, as `torch.ops.oasis_hf.*`.
 
 Registered once with `torch.library`: the compiled operators on CUDA, the pure-torch reference on every other device,
 and fake implementations that let `torch.compile` trace past them.
@@ -28,6 +28,7 @@ _SCHEMAS = {
         "(Tensor pages, Tensor page_table, Tensor(a!) keys, Tensor(b!) values, Tensor plan_block, "
         "Tensor plan_slot) -> ()"
     ),
+    "write": "(Tensor(a!) pages, Tensor page_table, Tensor keys, Tensor values, int start) -> ()",
     "append": (
         "(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) table, Tensor(d!) last_selected, Tensor lengths, "
         "Tensor order, Tensor new_keys, Tensor new_values, Tensor step, bool may_open=True) -> (Tensor, Tensor)"
@@ -69,6 +70,7 @@ torch.library.register_fake("oasis_hf::score", _fake_score)
 torch.library.register_fake("oasis_hf::select", _fake_select)
 torch.library.register_fake("oasis_hf::enter", lambda *args: None)
 torch.library.register_fake("oasis_hf::gather", lambda *args: None)
+torch.library.register_fake("oasis_hf::write", lambda *args: None)
 torch.library.register_fake("oasis_hf::append", _fake_append)
 torch.library.register_fake("oasis_hf::attend", lambda query, *rest: query.new_empty(query.shape))
 
@@ -77,7 +79,8 @@ score = torch.ops.oasis_hf.score
 select = torch.ops.oasis_hf.select
 enter = torch.ops.oasis_hf.enter
 gather = torch.ops.oasis_hf.gather
+write = torch.ops.oasis_hf.write
 append = torch.ops.oasis_hf.append
 attend = torch.ops.oasis_hf.attend
 
-__all__ = ["append", "attend", "enter", "gather", "reference", "score", "select", "summarize"]
+__all__ = ["append", "attend", "enter", "gather", "reference", "score", "select", "summarize", "write"]

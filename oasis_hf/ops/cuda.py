@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from ..config import BLOCK
 from . import reference
 from .build import BuildError, load_extension
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
-GATHER_CTAS = 0
-"""Size of the gather's grid; 0 is the operator's own default."""
+GATHER_CTAS = WRITE_CTAS = 0
+"""Sizes of the grids of what goes over the link; 0 is the operator's own default."""
 
 _extension: Any = None
 _refused: str | None = None
@@ -52,6 +53,19 @@ def available() -> bool:
 def serves(tensor: torch.Tensor) -> bool:
     """Whether the compiled operators take keys or queries like this: dtype and head_dim."""
     return tensor.is_cuda and tensor.dtype in DTYPES and tensor.shape[-1] in HEAD_DIMS and available()
+
+
+def reaches(pages: torch.Tensor, page_table: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether the device that holds keys or values like `tensor` can move them to these pages itself (`write`)."""
+    return (
+        tensor.is_cuda
+        and page_table.device == tensor.device
+        and pages.dtype == tensor.dtype
+        and tensor.dtype in (*DTYPES, torch.float32)
+        and tensor.shape[-1] * tensor.element_size() % 16 == 0
+        and (pages.is_cuda or pages.is_pinned())
+        and available()
+    )
 
 
 def _stream(tensor: torch.Tensor) -> int:
@@ -105,11 +119,14 @@ def summarize(keys: torch.Tensor, scorer: str, parts: int, int8: bool) -> tuple[
     vectors = keys.new_empty((*keys.shape[:-2], parts, 2, keys.shape[-1]), dtype=torch.int8 if int8 else keys.dtype)
     scales = keys.new_empty(vectors.shape[:-1] if int8 else (0,), dtype=torch.float16)
     if keys.numel():
-        blocks = keys.contiguous().view(1, -1, *keys.shape[-2:])
+        # A row's keys as the model made them: tokens are one stride apart, within a block and from block to block.
+        even = keys.ndim == 4 and keys.stride(1) == BLOCK * keys.stride(2) and _lines(keys) is keys
+        blocks = keys if even else keys.contiguous().view(1, -1, *keys.shape[-2:])
+        shape = blocks.shape[:2]
         with torch.cuda.device(keys.device):
             extension().summarize(
-                blocks, scorer, parts, vectors.view(1, -1, *vectors.shape[-3:]),
-                scales.view(1, -1, parts, 2) if int8 else None, _stream(keys),
+                blocks, scorer, parts, vectors.view(*shape, *vectors.shape[-3:]),
+                scales.view(*shape, parts, 2) if int8 else None, _stream(keys),
             )  # fmt: skip
     return vectors, scales
 
@@ -197,6 +214,17 @@ def gather(
     with torch.cuda.device(keys.device):
         extension().gather(
             pages, page_table, keys, values, plan_block, plan_slot, GATHER_CTAS, _stream(keys),
+        )  # fmt: skip
+
+
+def write(
+    pages: torch.Tensor, page_table: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int
+) -> None:  # fmt: skip
+    if not reaches(pages, page_table, keys):
+        return reference.write(pages, page_table.to(pages.device), keys, values, start)
+    with torch.cuda.device(keys.device):
+        extension().write(
+            pages, page_table, _lines(keys), _lines(values), start, WRITE_CTAS, _stream(keys)
         )  # fmt: skip
 
 

@@ -242,6 +242,32 @@ def place_blocks(
         lines.index_copy_(0, index, torch.where(move, fetched[..., which, :, :], own).flatten(0, 3))
 
 
+def write(
+    pages: torch.Tensor, page_table: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int
+) -> None:  # fmt: skip
+    """Tokens `start` and on of one row to their pages, whose other tokens stay as they are (a prompt's way to the
+    store).
+
+    Args:
+        pages: `[pages, 2, 16, D]`, K then V, in the store's memory, changed in place.
+        page_table: `[H, N]` block -> page, on the pages' device; each block of the tokens has a page of its own.
+        keys, values: `[H, n, D]`.
+        start: tokens of the row before them.
+    """
+    both = torch.stack((keys, values), 1).to(pages.device, pages.dtype)  # [H, 2, n, D]
+    count = both.shape[2]
+    head = min(-start % BLOCK, count)
+    whole = (count - head) // BLOCK
+    if whole:
+        first = (start + head) // BLOCK
+        body = both[:, :, head : head + whole * BLOCK].unflatten(2, (whole, BLOCK)).transpose(1, 2)
+        pages[page_table[:, first : first + whole]] = body
+    for low, high in ((0, head), (head + whole * BLOCK, count)):
+        if high > low:
+            block, offset = divmod(start + low, BLOCK)
+            pages[page_table[:, block], :, offset : offset + high - low] = both[:, :, low:high]
+
+
 def _flat(buffer: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Places `[B, H, ...]` along dimension 2 of a contiguous `[B, H, n, D]` as lines of its `[B*H*n, D]` view."""
     rows, heads, length, _ = buffer.shape

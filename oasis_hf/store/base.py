@@ -29,7 +29,12 @@ class BlockStore(ABC):
 
     @abstractmethod
     def write(self, layer: int, row: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Tokens `start` and on of a row. keys, values: `[H, n, D]`."""
+        """Tokens `start` and on of a row. keys, values: `[H, n, D]`. They may still be on their way when this returns:
+        until `join`, only `load`, `read` and further writes know of them."""
+
+    def join(self) -> None:
+        """What was written comes before all that the current stream gets from now on; the host does not wait."""
+        return None
 
     @abstractmethod
     def append(self, layer: int, lengths: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -38,6 +43,13 @@ class BlockStore(ABC):
     @abstractmethod
     def read(self, layer: int, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[H, stop - start, D]` of a row, in the store's memory."""
+
+    def load(
+        self, layer: int, row: int, start: int, stop: int, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[H, stop - start, D]` of a row, on the device and in the dtype of `like` `[H, *, D]`."""
+        keys, values = self.read(layer, row, start, stop)
+        return keys.to(like.device, like.dtype), values.to(like.device, like.dtype)
 
     @abstractmethod
     def gather(

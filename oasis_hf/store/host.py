@@ -7,8 +7,10 @@ import weakref
 import torch
 
 from .. import ops
-from ..config import BLOCK
+from ..config import BLOCK, TAIL
+from ..ops import cuda
 from .base import BlockStore
+from .outbound import Outbound
 from .pages import HostMemoryError, PagePool
 
 
@@ -40,6 +42,7 @@ class HostStore(BlockStore):
         self.device_table = self.table.to(device) if device.type == "cuda" else None
         self.blocks = [0] * rows
         self._shared = False
+        self._outbound: Outbound | None = None
         self._watch()
         if capacity_tokens is not None and pool is None:
             self._preallocate(capacity_tokens)
@@ -112,22 +115,25 @@ class HostStore(BlockStore):
             self.pool.release(old)
             self.bytes_copied += len(old) * self.pool.page_bytes
 
+    def _table_for(self, layer: int, row: int, like: torch.Tensor) -> torch.Tensor | None:
+        """A row's pages `[H, N]` where the device of keys like these moves them itself; else the host has to."""
+        table = None if self.device_table is None else self.device_table[layer, row]
+        return table if table is not None and cuda.reaches(self.pool.pages, table, like) else None
+
     def write(self, layer: int, row: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._settle()
-        pages = self.pool.pages
-        both = torch.stack((keys, values), 1).to(pages.device, pages.dtype)  # [H, 2, n, D]
-        count = both.shape[2]
-        table = self.table[layer, row]
-        head = min(-start % BLOCK, count)
-        whole = (count - head) // BLOCK
-        if whole:
-            first = (start + head) // BLOCK
-            body = both[:, :, head : head + whole * BLOCK].unflatten(2, (whole, BLOCK)).transpose(1, 2)
-            pages[table[:, first : first + whole]] = body
-        for low, high in ((0, head), (head + whole * BLOCK, count)):
-            if high > low:
-                block, offset = divmod(start + low, BLOCK)
-                pages[table[:, block], :, offset : offset + high - low] = both[:, :, low:high]
+        table = self._table_for(layer, row, keys)
+        if table is None:
+            self._settle()
+            ops.write(self.pool.pages, self.table[layer, row], keys, values, start)
+            return
+        if self._outbound is None:
+            self._outbound = Outbound(self.device)
+        with self._outbound.beside(layer, keys, values, table):
+            ops.write(self.pool.pages, table, keys, values, start)
+
+    def join(self) -> None:
+        if self._outbound is not None:
+            self._outbound.join()
 
     def append(self, layer: int, lengths: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._settle()
@@ -145,6 +151,21 @@ class HostStore(BlockStore):
         both = blocks.transpose(1, 2).flatten(2, 3)[:, :, start - first * BLOCK : stop - first * BLOCK]
         return both[:, 0], both[:, 1]
 
+    def load(
+        self, layer: int, row: int, start: int, stop: int, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        table = self._table_for(layer, row, like)
+        if table is None:
+            return super().load(layer, row, start, stop, like)
+        self.join()
+        first, last = start // BLOCK, blocks_of(stop)
+        heads, _, dim = like.shape
+        plan = torch.arange(last - first, device=like.device).expand(1, heads, -1).contiguous()
+        keys, values = (like.new_empty((1, heads, TAIL + (last - first) * BLOCK, dim)) for _ in range(2))
+        ops.gather(self.pool.pages, table[None, :, first:last], keys, values, plan, plan)
+        part = slice(TAIL + start - first * BLOCK, TAIL + stop - first * BLOCK)
+        return keys[0, :, part], values[0, :, part]
+
     def gather(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, plan_block: torch.Tensor, plan_slot: torch.Tensor
     ) -> None:
@@ -159,6 +180,7 @@ class HostStore(BlockStore):
         return self.device_table
 
     def truncate(self, new: list[int]) -> None:
+        self.join()  # nothing may still be on its way to a page when it is given back
         for row, tokens in enumerate(new):
             keep = blocks_of(tokens)
             if keep < self.blocks[row]:
@@ -168,6 +190,7 @@ class HostStore(BlockStore):
                 self.blocks[row] = keep
 
     def select_rows(self, index: list[int]) -> None:
+        self.join()
         table = self.table[:, index].contiguous()
         self.pool.retain(table[table >= 0])
         self.pool.release(self.table[self.table >= 0])
@@ -176,6 +199,7 @@ class HostStore(BlockStore):
         self._shared = self._shared or len(set(index)) < len(index)
 
     def fork(self) -> "HostStore":
+        self.join()  # the fork knows nothing of what is on its way
         layers, rows, heads, _ = self.table.shape
         other = HostStore(
             layers, rows, heads, 0, self.pool.pages.dtype, self.device, self.capacity_tokens, self.pool

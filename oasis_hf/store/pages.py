@@ -50,9 +50,20 @@ def _system_available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _unpin(pieces: list[tuple[int, int]]) -> None:
-    for address, _ in pieces:
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
+_unpinned_later: list[tuple[list[tuple[int, int]], torch.Tensor]] = []
+
+
+def _unpin(pieces: list[tuple[int, int]], pages: torch.Tensor) -> None:
+    """Memory must not go before its registration, which can't be given back while a stream is captured: then it stays
+    until the next pool goes or grows."""
+    _unpinned_later.append((pieces, pages))
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return
+    if torch.cuda.is_initialized() and any(pieces for pieces, _ in _unpinned_later):
+        torch.cuda.synchronize()  # the device may still be writing what nobody will read
+    while _unpinned_later:
+        for address, _ in _unpinned_later.pop()[0]:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
 
 
 class PagePool:
@@ -80,7 +91,7 @@ class PagePool:
         self._used = 0  # high-water mark: pages beyond it were never handed out
         self._pieces: list[tuple[int, int]] = []
         if pin:
-            weakref.finalize(self, _unpin, self._pieces)
+            weakref.finalize(self, _unpin, self._pieces, self.pages)
 
     def __deepcopy__(self, memo: Any) -> "PagePool":
         # Pages are shared by design; each store holds its own table of references.

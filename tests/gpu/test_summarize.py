@@ -63,6 +63,17 @@ def test_keys_of_a_wider_buffer():
     check(buffer[:, :, 2 * BLOCK : 7 * BLOCK].unflatten(2, (-1, BLOCK)), "minmax", 2, True)
 
 
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_keys_as_a_model_makes_them(dim):
+    """A row of a batch, token-major or head-major, with tokens behind its last whole block."""
+    made = torch.randn(2, 7 * BLOCK + 5, 3, dim, device="cuda").bfloat16().transpose(1, 2)
+    for keys in (made[1], made.contiguous()[1]):
+        for whole in (1, 7):
+            blocks = keys[:, : whole * BLOCK].unflatten(1, (-1, BLOCK))
+            check(blocks, "midrange", 2, True)
+            check(blocks, "minmax", 1, False)
+
+
 @pytest.mark.parametrize("parts, int8", [(2, True), (1, False)])
 def test_production_size(parts, int8):
     check(torch.randn(64, 8, 64, BLOCK, 128, device="cuda").bfloat16(), "midrange", parts, int8)
