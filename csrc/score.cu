@@ -25,22 +25,24 @@
 namespace oasis {
 namespace {
 
-constexpr int CTAS_PER_SM = 2;
 constexpr int MOST_CTAS = 1024;  // where (row, KV head)s are split
 constexpr int MOST_WARPS = 4;    // a CTA
-constexpr int RING = 68 << 10;   // bytes of tiles that a CTA has on their way at most
+constexpr int RING = 104 << 10;  // bytes of tiles that an SM's CTAs have on their way at most
 constexpr int RESERVED = 2560;   // bytes of shared memory: 1,024 a CTA that the system takes, and static arrays
 constexpr int TILE = 16;         // parts
 
 // Sizes are in bytes. A line is two parts in shared memory, and an odd number of 16-byte pieces, so that ldmatrix finds
 // a piece of 8 lines in 8 different groups of banks.
-template <int D, bool INT8>
+template <int D, bool INT8, bool FEW>
 struct Shape {
+    // At most 8 query rows need few registers, and small rings keep as much on its way: four CTAs cover the starts and
+    // ends of each other.
+    static constexpr int CTAS = FEW && INT8 && D <= 128 ? 4 : 2;
     static constexpr int VECTOR = D * (INT8 ? 1 : 2), PART = 2 * VECTOR, LINE = 2 * PART + 16;
     static constexpr int SCALES = TILE / 2 * LINE, STAGE = SCALES + (INT8 ? TILE * 4 : 0);  // a tile, then its scales
     static constexpr int WARPS = VECTOR > 256 ? 2 : MOST_WARPS, THREADS = WARPS * 32;
-    static constexpr int STAGES = std::max(2, RING / (WARPS * STAGE)), RING_BYTES = WARPS * STAGES * STAGE;
-    static constexpr int ROW_TILES = D > 128 ? 2 : 3, ROWS = 8 * ROW_TILES;  // query rows that fit in registers
+    static constexpr int STAGES = std::max(2, RING / CTAS / (WARPS * STAGE)), RING_BYTES = WARPS * STAGES * STAGE;
+    static constexpr int ROW_TILES = FEW ? 1 : D > 128 ? 2 : 3, ROWS = 8 * ROW_TILES;  // query rows that fit in registers
 };
 
 struct Arguments {
@@ -109,9 +111,8 @@ extern __shared__ __align__(128) unsigned char shared[];
 
 // The CTA's tiles against NT tiles of 8 query rows. With lane = 4 * g + t a thread has parts 2g and 2g + 1, rows g and
 // g + 8 of an mma, and of its result query rows 2t and 2t + 1.
-template <typename E, int D, bool INT8, int NT>
+template <typename E, typename S, int D, bool INT8, int NT>
 __device__ __forceinline__ void stream(const Arguments& a, const Work& w, int split) {
-    using S = Shape<D, INT8>;
     constexpr int STEPS = D / 16;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int ring_at = warp * S::STAGES * S::STAGE, parts = w.closed << a.log_p;
@@ -310,9 +311,10 @@ __device__ __forceinline__ void finish(const Arguments& a, const Work& w, float 
 }
 
 // Grid: (splits * chunks, H, B).
-template <typename E, int D, bool INT8>
-__global__ void __launch_bounds__(Shape<D, INT8>::THREADS, CTAS_PER_SM) score_kernel(const Arguments a) {
-    using S = Shape<D, INT8>;
+template <typename E, int D, bool INT8, bool FEW>
+__global__ void __launch_bounds__(Shape<D, INT8, FEW>::THREADS, Shape<D, INT8, FEW>::CTAS)
+score_kernel(const Arguments a) {
+    using S = Shape<D, INT8, FEW>;
     __shared__ float2 cta_stats[S::WARPS * S::ROWS];
     const int lane = threadIdx.x % 32, split = blockIdx.x / a.chunks, chunk = blockIdx.x - split * a.chunks;
     Work w;
@@ -331,25 +333,30 @@ __global__ void __launch_bounds__(Shape<D, INT8>::THREADS, CTAS_PER_SM) score_ke
     w.far = a.values + w.pair * a.G * a.T * pitch_of(a.N);
     w.stats = arrivals > 1 ? a.stats + w.pair * a.splits * S::WARPS * a.G * a.T : cta_stats;
 
-    if (w.rows - w.first_row > 8) stream<E, D, INT8, S::ROW_TILES>(a, w, split);
-    else if (w.rows > w.first_row) stream<E, D, INT8, 1>(a, w, split);
+    if (!FEW && w.rows - w.first_row > 8) stream<E, S, D, INT8, S::ROW_TILES>(a, w, split);
+    else if (w.rows > w.first_row) stream<E, S, D, INT8, 1>(a, w, split);
     if (arrivals == 1) __syncthreads();
     else if (!arrives_last(a.counters, w.pair, arrivals)) return;
     finish<S::WARPS>(a, w, weight);
 }
 
-template <typename E, int D, bool INT8>
-cudaError_t run(Arguments a, int B, cudaStream_t stream) {
-    using S = Shape<D, INT8>;
+template <typename E, int D, bool INT8, bool FEW>
+cudaError_t run_with(Arguments a, int B, cudaStream_t stream) {
+    using S = Shape<D, INT8, FEW>;
     Limits limits;
     if (const cudaError_t error = read_limits(limits); error != cudaSuccess) return error;
     // Values get what an SM's CTAs leave of its shared memory.
-    const int bytes = std::max(S::RING_BYTES, std::min(limits.sm_shared / CTAS_PER_SM, limits.cta_shared) - RESERVED);
+    const int bytes = std::max(S::RING_BYTES, std::min(limits.sm_shared / S::CTAS, limits.cta_shared) - RESERVED);
     a.room = (bytes - S::RING_BYTES) / 4, a.chunks = (a.G * a.T + S::ROWS - 1) / S::ROWS;
     // One wave at most: half the CTAs of one are enough for the memory's bandwidth, and each has its start and end.
-    const int64_t slots = std::min(limits.sms * CTAS_PER_SM, MOST_CTAS), ctas = int64_t(B) * a.H * a.chunks;
+    const int64_t slots = std::min(limits.sms * 2, MOST_CTAS), ctas = int64_t(B) * a.H * a.chunks;
     a.splits = std::max(1, std::min<int>(slots / ctas, (a.N << a.log_p) / (TILE * S::WARPS)));
-    return launch(score_kernel<E, D, INT8>, dim3(a.splits * a.chunks, a.H, B), S::THREADS, bytes, a, stream);
+    return launch(score_kernel<E, D, INT8, FEW>, dim3(a.splits * a.chunks, a.H, B), S::THREADS, bytes, a, stream);
+}
+
+template <typename E, int D, bool INT8>
+cudaError_t run(Arguments a, int B, cudaStream_t stream) {
+    return a.G * a.T <= 8 ? run_with<E, D, INT8, true>(a, B, stream) : run_with<E, D, INT8, false>(a, B, stream);
 }
 
 template <typename E, bool INT8>

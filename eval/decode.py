@@ -1,6 +1,6 @@
 """Decode steps against their bars and against dense decoding, on one GPU (issue B): Qwen3-8B shape, bf16, random.
 
-    python eval/decode.py [--only step pipeline long dense stock] [--out eval/results/decode.json]
+    python eval/decode.py [--only step pipeline long generate dense stock] [--out eval/results/decode.json]
 
 Sparse steps run with forced misses: exactly C uniformly random blocks a KV head, layer and step, and the bytes that
 cross the link are asserted. Their pages lie in a pinned pool of a few GiB, whatever the context: the link can't tell.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from provenance import provenance
 
-from oasis_hf import bench
+from oasis_hf import OasisConfig, bench
 from oasis_hf.bench import Reading, dense, random_model
 
 SHAPE = "qwen3-8b"
@@ -70,6 +71,34 @@ def dense_mode(model: Any) -> Iterator[dict[str, Any]]:
         yield told(dense(model, rows, context), context, anchor and rows / (0.92 * anchor) * 1e3)
 
 
+def generated(model: Any) -> Iterator[dict[str, Any]]:
+    """Through `model.generate`, against the replay's own rate; the bar is 90% of it."""
+    from transformers import StoppingCriteria
+
+    rows, steps, stamps = 32, 160, []
+
+    class Clock(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            stamps.append(time.perf_counter())
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    knobs = dict(fetch_ratio=3 / K, compile_after=0)
+    own = bench.bench(model, rows, SIXTEEN, parts_of=("whole",), fetch_ratio=3 / K)[0]
+    yield told(own, SIXTEEN, cap=3)
+    with bench.forced_misses(True):
+        cache = bench.filled(model, OasisConfig(**knobs), rows, SIXTEEN, 4)
+        ids = torch.randint(1000, (rows, SIXTEEN + 1), device="cuda")
+        model.generation_config.eos_token_id = None
+        model.generate(
+            ids, past_key_values=cache, max_new_tokens=steps, do_sample=False, stopping_criteria=[Clock()],
+            pad_token_id=0,
+        )  # fmt: skip
+    late = stamps[steps // 4 :]
+    ms = (late[-1] - late[0]) / (len(late) - 1) * 1e3
+    reading = Reading("through model.generate", rows, ms, ms, own.bytes, own.graph)
+    yield told(reading, SIXTEEN, own.ms / 0.9, cap=3, share_of_graph=own.ms / ms)
+
+
 @torch.no_grad()
 def stock(model: Any) -> Iterator[dict[str, Any]]:
     """transformers' own caches: eager over DynamicCache, and StaticCache with the model's forward compiled as generate
@@ -117,7 +146,9 @@ def told(one: Reading, context: int, bar: float | None = None, **more: Any) -> d
     return row
 
 
-PARTS = {"step": step, "pipeline": pipeline, "long": long, "dense": dense_mode, "stock": stock}
+PARTS = {
+    "step": step, "pipeline": pipeline, "long": long, "generate": generated, "dense": dense_mode, "stock": stock,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -366,15 +366,13 @@ def _same(a: list[Any], b: list[Any]) -> bool:
 
 def _returned(have: Captured, cache: "OasisCache") -> Any:
     """The output with tensors of its own: the next replay writes over the graph's."""
-
-    def copy(value: Any) -> Any:
-        if value is _CACHE:
-            return cache
-        if isinstance(value, torch.Tensor):
-            return value.clone()
-        if isinstance(value, tuple):
-            return tuple(copy(item) for item in value)
-        return value
-
-    fields = {key: copy(value) for key, value in have.output.items()}
+    fields = {key: _copy(value, cache) for key, value in have.output.items()}
     return tuple(fields.values()) if have.kind is tuple else have.kind(**fields)
+
+
+def _copy(value: Any, cache: "OasisCache") -> Any:
+    if value is _CACHE:
+        return cache
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return tuple(_copy(item, cache) for item in value) if isinstance(value, tuple) else value

@@ -169,6 +169,14 @@ class Fake:
         return lambda *args, **kwargs: self.calls.append(name)
 
 
+@pytest.fixture(autouse=True)
+def collects():
+    import gc
+
+    yield
+    gc.enable()
+
+
 @pytest.fixture
 def fake_cuda(monkeypatch):
     import contextlib
@@ -207,6 +215,7 @@ def test_a_captured_step_does_what_the_eager_one_does(fake_cuda, knobs, as_tuple
 
     model, ids = tiny("llama"), prompt(2, 100)
     count = graphs.WARM + 1  # only this one is captured; what stands for its replay does nothing
+    gc.disable()
     kwargs = {"return_dict": False} if as_tuple else {}
     eager = OasisCache(model, budget=64, graphs=False, **knobs)
     cache = OasisCache(model, budget=64, **knobs)
@@ -221,13 +230,8 @@ def test_a_captured_step_does_what_the_eager_one_does(fake_cuda, knobs, as_tuple
     assert all(torch.equal(value, cache.stats()[name]) for name, value in eager.stats().items())
     del got, b
     gone = weakref.ref(cache)
-    gc.collect()
-    gc.disable()
-    try:
-        del cache
-        assert gone() is None  # at once: nothing the graph keeps leads back to the cache
-    finally:
-        gc.enable()
+    del cache
+    assert gone() is None  # at once: nothing the graph keeps leads back to the cache
 
 
 def test_an_error_inside_a_capture_is_told_and_the_step_still_runs(fake_cuda, monkeypatch, caplog):
