@@ -18,8 +18,8 @@ namespace oasis {
 namespace {
 
 constexpr int WARPS = 8;
-constexpr int LOADS = 8;  // vectors of 16 bytes a lane has in flight: 512 KB with all CTAs
-constexpr int DEFAULT_CTAS = 16;
+constexpr int LOADS = 8;  // vectors of 16 bytes a lane has in flight: 128 KB with all CTAs
+constexpr int DEFAULT_CTAS = 4;  // as fast as more
 
 struct Tokens {  // [H, n, D]; strides in vectors
     const uint4* at;

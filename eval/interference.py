@@ -66,7 +66,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for ctas in args.ctas:
         cuda.GATHER_CTAS = ctas
-        gather = captured(lambda i: cuda.gather(pages, table, keys, values, plans[i % 4], slots), LAUNCHES, side)
+        gather = captured(lambda i: cuda.gather(pages, table, keys, values, plans[i % 4], slots), 4 * LAUNCHES, side)
         for name, launch in foreground().items():
             graph = captured(launch, LAUNCHES, front)
             times: dict[bool, list[float]] = {False: [], True: []}
@@ -77,7 +77,6 @@ def main() -> None:
                         gather.replay()
                         done = torch.cuda.Event(enable_timing=True)
                         done.record()
-                    torch.cuda._sleep(200_000)
                 with torch.cuda.stream(front):
                     if beside:
                         torch.cuda._sleep(200_000)  # the gather is on its way

@@ -152,18 +152,22 @@ def forced_misses(on: bool) -> Iterator[None]:
     """Scores are made as always, then replaced by chance, one of CHANCES drawn in turn: what is predicted is anything,
     and C of it are fetched. What closes after the first step is not predicted."""
     score = Summaries.score
-    drawn: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    drawn: dict[int, torch.Tensor] = {}
+    turns: dict[str, Any] = {}
 
     def chance(self: Summaries, query: Any, closed: Any, *rest: Any) -> torch.Tensor:
         scores = score(self, query, closed, *rest)
+        if not drawn:
+            turns["next"], turns["first"] = torch.zeros(1, dtype=torch.int64, device=scores.device), id(self)
         if id(self) not in drawn:
             rows, heads, most = self.vectors.shape[:3]
             noise = torch.rand((CHANCES, rows, heads, most), device=scores.device)
-            noise.masked_fill_(torch.arange(most, device=scores.device) >= closed[:, None, None], -torch.inf)
-            drawn[id(self)] = noise, torch.zeros(1, dtype=torch.int64, device=scores.device)
-        noise, turn = drawn[id(self)]
-        turn.add_(1).remainder_(CHANCES)
-        return noise[..., : scores.shape[2]].index_select(0, turn)[0]
+            drawn[id(self)] = noise.masked_fill_(
+                torch.arange(most, device=scores.device) >= closed[:, None, None], -torch.inf
+            )
+        if id(self) == turns["first"]:
+            turns["next"].add_(1).remainder_(CHANCES)
+        return drawn[id(self)][..., : scores.shape[2]].index_select(0, turns["next"])[0]
 
     try:
         if on:

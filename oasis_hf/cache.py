@@ -205,11 +205,15 @@ class OasisCache(Report, Cache):
                 "A decode or verify forward needs a prompt before it, but this OasisCache is empty: run the prompt "
                 "outside `with cache.mode(...)` or under mode('prefill')."
             )
-        if self.state.store is not None:
+        blocks = [-(-(n + count) // BLOCK) for n in rows.tokens]
+        most = self.state.config.host_capacity_tokens
+        ready = self.state.ready == blocks and (most is None or max(rows.tokens) + count <= most)
+        if self.state.store is not None and not ready:
             self.state.store.ensure(rows.tokens, [n + count for n in rows.tokens])
         for layer in self.layers:
-            layer.prepare(count)
-        self.state.dirty_from = [-(-(n + count) // BLOCK) for n in rows.tokens]
+            if not ready or not isinstance(layer, OasisLayer):
+                layer.prepare(count)
+        self.state.dirty_from = self.state.ready = blocks
 
     @property
     def device(self) -> torch.device:
@@ -290,7 +294,7 @@ class OasisCache(Report, Cache):
                 layer.check_crop(rows.columns - count)
         self.stepper.forget()
         self.settle()
-        before = list(rows.tokens)
+        before, self.state.ready = list(rows.tokens), None
         rows.crop(count)
         if self.state.store is not None:
             self.state.store.truncate(rows.tokens)
@@ -317,6 +321,7 @@ class OasisCache(Report, Cache):
         self.stepper.ended = None
         self.settle()
         rows.select(index)
+        self.state.ready = None
         self.state.dirty_from = [self.state.dirty_from[i] for i in index]
         if self.state.store is not None:
             self.state.store.select_rows(index)
@@ -363,7 +368,7 @@ class OasisCache(Report, Cache):
         if state.rows is None:
             return
         self.settle()
-        state.rows = Rows(len(state.rows))
+        state.rows, state.ready = Rows(len(state.rows)), None
         state.dirty_from = [0] * len(state.rows)
         state.first_due = False
         if state.store is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -164,17 +165,19 @@ class StepGraphs:
         self.seen[shape] = self.seen.get(shape, 0) + 1
         if self.seen[shape] <= WARM:
             return None
-        for layer in cache.sparse_layers:
-            layer.hold_still()
         fuse = self._fuses(cache, shape)
         if fuse and shape not in self._compiled and _hooked(cache.model) is None:
             self._compiled.add(shape)
             self.settle(cache)
             return self._compile(cache, forward, call, step)
-        place = [*_place(cache), step.pair, *(step.held or ())]
         have = self.captured.get(shape)
-        if have is not None and have.fused == fuse and _same(have.place, place):
-            return have
+        # If something was made anew it is brought where the graph looks for it, which may be all it takes.
+        for attempt in range(2):
+            place = [*_place(cache), step.pair, *(step.held or ())]
+            if have is not None and have.fused == fuse and _same(have.place, place):
+                return have
+            for layer in cache.sparse_layers if attempt == 0 else ():
+                layer.hold_still()
         if have is not None:
             self._idle = self._idle + 1 if have.replays < FEW else 0
         self.captured.pop(shape, None)
@@ -353,7 +356,7 @@ def _place(cache: "OasisCache") -> list[Any]:
     anywhere."""
     state = cache.state
     weight = next(cache.model.parameters())
-    place: list[Any] = [RemovableHandle.next_id, weight.data_ptr(), state.need_rows().lengths(cache.device)]
+    place: list[Any] = [(RemovableHandle.next_id, weight.data_ptr()), state.need_rows().lengths(cache.device)]
     for layer in cache.sparse_layers:
         place += layer.place()
     return place
@@ -361,7 +364,7 @@ def _place(cache: "OasisCache") -> list[Any]:
 
 def _same(a: list[Any], b: list[Any]) -> bool:
     """Whether two places hold the same tensors: what is made anew is another, whatever its address."""
-    return len(a) == len(b) and all(x is y if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b))
+    return len(a) == len(b) and a[0] == b[0] and all(map(operator.is_, a[1:], b[1:]))
 
 
 def _returned(have: Captured, cache: "OasisCache") -> Any:

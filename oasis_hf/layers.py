@@ -339,7 +339,7 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
             sums.vectors,
             sums.scales,
         ]
-        return [*held, self.counters.values, self.queries, *(self.plan or ()), self.store.table_on_device]
+        return [*held, self.counters.values, self.queries, self.recent, *(self.plan or ()), self.store.table_on_device]
 
     @property
     def device_bytes(self) -> tuple[int, int]:

@@ -18,7 +18,8 @@ class Rows:
     """
 
     def __init__(self, batch: int) -> None:
-        self.valid = torch.zeros((batch, 0), dtype=torch.bool)
+        self._room = torch.ones((batch, 0), dtype=torch.bool)  # True beyond `columns`
+        self.columns = 0
         self.tokens = [0] * batch
         self._device: dict[torch.device, torch.Tensor] = {}
 
@@ -26,8 +27,8 @@ class Rows:
         return len(self.tokens)
 
     @property
-    def columns(self) -> int:
-        return self.valid.shape[1]
+    def valid(self) -> torch.Tensor:
+        return self._room[:, : self.columns]
 
     @property
     def most_blocks(self) -> int:
@@ -42,14 +43,16 @@ class Rows:
 
     def extend(self, valid: torch.Tensor) -> None:
         """New columns. valid: `[B, q]` bool on the host."""
-        self.valid = torch.cat((self.valid, valid), 1)
+        self._set_valid(torch.cat((self.valid, valid), 1))
         self.tokens = [n + new for n, new in zip(self.tokens, valid.sum(1).tolist())]
         self._device.clear()
 
     def advance(self, count: int, on_device: bool = True) -> None:
         """`count` real tokens more in every row; the device's lengths are advanced in place, unless they are
         already."""
-        self.valid = torch.cat((self.valid, self.valid.new_ones((len(self), count))), 1)
+        self.columns += count
+        if self.columns > self._room.shape[1]:
+            self._room = torch.cat((self._room, self._room.new_ones((len(self), max(self.columns, 64)))), 1)
         self.tokens = [n + count for n in self.tokens]
         for lengths in self._device.values() if on_device else ():
             lengths.add_(count)
@@ -64,8 +67,11 @@ class Rows:
         self.valid[row] = kept
         self._set(self.valid)
 
+    def _set_valid(self, valid: torch.Tensor) -> None:
+        self._room, self.columns = valid, valid.shape[1]
+
     def _set(self, valid: torch.Tensor) -> None:
-        self.valid = valid
+        self._set_valid(valid.clone())
         self.tokens = valid.sum(1).tolist()
         self._device.clear()
 

@@ -111,9 +111,11 @@ class State:
         self._clocks: dict[torch.device, torch.Tensor] = {}
         self.first_due = False
         self.dirty_from: list[int] = []
+        # Blocks a row for which pages, slots and summaries are there; None: unknown.
+        self.ready: list[int] | None = None
 
     def open_rows(self, batch: int) -> Rows:
-        self.rows = Rows(batch)
+        self.rows, self.ready = Rows(batch), None
         self.dirty_from = [0] * batch
         return self.rows
 
@@ -172,7 +174,7 @@ class State:
 
     def mark_dirty(self, starts: list[int]) -> None:
         """Content at and beyond these tokens changed in the store only."""
-        self.first_due = True
+        self.first_due, self.ready = True, None
         self.dirty_from = [min(old, n // BLOCK) for old, n in zip(self.dirty_from, starts)]
 
     def tick(self) -> None:
@@ -193,6 +195,7 @@ class State:
         return self.need_rows().most_blocks >= self.slots
 
     def fork(self) -> "State":
+        self.ready = None  # pages are shared from here on
         other = State(self.config, self.sparse_layers, self.window)
         other.rows = self.rows.fork() if self.rows is not None else None
         other.store = self.store.fork() if self.store is not None else None
