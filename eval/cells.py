@@ -18,7 +18,7 @@ from recording import Recording
 
 from oasis_hf import OasisConfig
 from oasis_hf.config import BLOCK
-from oasis_hf.lookahead import query_weights, recent_window
+from oasis_hf.lookahead import query_weights, recent_window, row_weights
 from oasis_hf.ops import reference
 from oasis_hf.scorers import SCORERS
 
@@ -214,8 +214,8 @@ class Scorings:
         drafts = 1 if one.draft else 0
         if one.draft == "true":
             found = torch.ones_like(found)
-        weights = query_weights(config, window, drafts, found, 1.0, len(found), self.closed.device)
-        assert weights is not None
+        pair = torch.tensor(query_weights(config, window, drafts, 1.0), device=self.closed.device)
+        weights = row_weights(pair, found if drafts else None, len(found))
         if one.smoothed_share:
             share = found[:, None] * one.smoothed_share
             both = torch.full_like(weights, 1 / window)

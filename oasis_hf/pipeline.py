@@ -83,6 +83,12 @@ class Pipeline:
         with torch.cuda.stream(self.transfer):
             gather()
 
+    def predicted(self) -> None:
+        """The current stream waits until all is predicted: then what prediction reads, such as lengths, may change."""
+        self.release()
+        if self.predict in self._forked:
+            torch.cuda.current_stream(self.device).wait_stream(self.predict)
+
     def join(self) -> None:
         """The current stream waits for all of it (a capture must not wait for a stream that has nothing of it)."""
         self.release()

@@ -216,6 +216,7 @@ class Stepper:
             out = self._forward(inner, stack(call, step), step)
             cache.drafter.note(own, lengths)
             if step.pipeline is not None:
+                step.pipeline.predicted()
                 lengths.add_(count)
             return out
 

@@ -228,10 +228,79 @@ def test_a_captured_step_does_what_the_eager_one_does(fake_cuda, knobs, as_tuple
         else:
             assert torch.equal(a.logits, b.logits) and b.past_key_values is cache
     assert all(torch.equal(value, cache.stats()[name]) for name, value in eager.stats().items())
+    assert cache.graphs.unfused is None
     del got, b
     gone = weakref.ref(cache)
     del cache
     assert gone() is None  # at once: nothing the graph keeps leads back to the cache
+
+
+def steps(cache, ids, tokens):
+    """Logits of eager steps fed by hand."""
+    cache.graphs._broken = "told so"
+    with torch.no_grad():
+        return [
+            cache.model(
+                ids[:, :1] * 0 + token, past_key_values=cache,
+                position_ids=torch.full((len(ids), 1), cache.get_seq_length()),
+            ).logits
+            for token in tokens
+        ]  # fmt: skip
+
+
+LATER = {
+    "an eager step": lambda cache, ids: None,
+    "crop": lambda cache, ids: cache.crop(-3),
+    "other rows": lambda cache, ids: cache.reorder_cache(torch.tensor([1, 0])),
+    "a turn": lambda cache, ids: cache.model(ids[:, :20], past_key_values=cache),
+    "a reset": lambda cache, ids: (cache.reset(), cache.model(ids, past_key_values=cache)),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_what_a_step_left_to_the_next_is_there_for_whatever_comes(fake_cuda, what):
+    """A captured step issues the later layers' transfers in the next one; anything else that comes makes up for it."""
+    model, ids = tiny("llama"), prompt(2, 100)
+    eager, cache = (OasisCache(model, budget=64, graphs=graphs) for graphs in (False, True))
+    for each in (eager, cache):
+        decode(each, ids, graphs.WARM + 1)
+    late = [layer for layer in cache.sparse_layers if layer.late]
+    assert late and len(late) < len(cache.sparse_layers)
+    assert all((layer.plan[0] >= 0).any() for layer in late)
+    outs = []
+    for each in (eager, cache):
+        with torch.no_grad():
+            LATER[what](each, ids)
+        outs.append(steps(each, ids, range(40, 44)))
+    assert all(torch.equal(a, b) for a, b in zip(*outs))
+    assert all((layer.plan is None or (layer.plan[0] < 0).all()) for layer in late)
+    assert all(torch.equal(value, cache.stats()[name]) for name, value in eager.stats().items())
+
+
+def test_a_branch_has_what_the_step_left(fake_cuda):
+    import copy
+
+    model, ids = tiny("llama"), prompt(2, 100)
+    cache = OasisCache(model, budget=64)
+    decode(cache, ids, graphs.WARM + 1)
+    branch = copy.deepcopy(cache)
+    for one, two in zip(steps(cache, ids, range(40, 43)), steps(branch, ids, range(40, 43))):
+        assert torch.equal(one, two)
+
+
+def test_nothing_is_prepared_twice_until_a_block_opens(cache, monkeypatch):
+    prepared = []
+    plain = type(cache.sparse_layers[0]).prepare
+    monkeypatch.setattr(
+        type(cache.sparse_layers[0]), "prepare", lambda self, count: prepared.append(self.index) or plain(self, count)
+    )
+    layers, ids, length = len(cache.sparse_layers), prompt(1, 100), cache.get_seq_length()
+    steps(cache, ids, range(32 - length % 16))
+    assert len(prepared) <= 3 * layers  # the first step, and the blocks that opened
+    before = len(prepared)
+    cache.crop(-1)
+    steps(cache, ids, [3])
+    assert len(prepared) == before + layers
 
 
 def test_an_error_inside_a_capture_is_told_and_the_step_still_runs(fake_cuda, monkeypatch, caplog):
