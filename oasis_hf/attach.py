@@ -393,9 +393,15 @@ def _release(model: "weakref.ref[Any]") -> None:
             detach(target)
 
 
+at_detach: list[Callable[[Any], None]] = []
+"""Called with a model that is detached: what else was done to it is undone."""
+
+
 def detach(model: Any) -> None:
     """Take the seam off: the model is exactly as it was. Caches made for it stop working."""
     with _attaching:
         attachment = _attachments.pop(model, None)
         if attachment is not None:
             attachment.remove(model)
+            for undo in at_detach:
+                undo(model)

@@ -320,6 +320,7 @@ class OasisCache(Report, Cache):
             return
         self.stepper.ended = None
         self.settle()
+        self.graphs.forget()  # what they hold are buffers of other rows
         rows.select(index)
         self.state.ready = None
         self.state.dirty_from = [self.state.dirty_from[i] for i in index]

@@ -25,6 +25,7 @@ class CapturedSteps:
 
     queries: torch.Tensor | None = None
     plan: Plan | None = None
+    _window: torch.Tensor | None = None  # of `queries`: always the same tensor, which is how a graph knows it
 
     if TYPE_CHECKING:
         state: State
@@ -94,6 +95,11 @@ class CapturedSteps:
         """A transfer that was left to the next captured step is made now."""
         if self.plan is not None and self.late:
             self.transfer()
+            self.unplan()
+
+    def unplan(self) -> None:
+        """Nothing is left to the next captured step."""
+        if self.plan is not None:
             self.plan[0].fill_(-1)
 
     def hold_still(self) -> None:
@@ -102,9 +108,11 @@ class CapturedSteps:
         rows, heads, window, dim = self.recent.shape
         if self.queries is None or self.queries.shape[:2] != (rows, heads):
             self.queries = self.recent.new_zeros((rows, heads, window + TAIL, dim))
-        if self.recent.data_ptr() != self.queries.data_ptr():
-            self.queries[:, :, :window] = self.recent
-            self.recent = self.queries[:, :, :window]
+        if self._window is None or self._window.data_ptr() != self.queries.data_ptr():
+            self._window = self.queries[:, :, :window]
+        if self.recent is not self._window:
+            self._window.copy_(self.recent)
+            self.recent = self._window
         table, cap = self.working_set.table, min(self.state.cap, self.working_set.allocated)
         if self.plan is None or self.plan[0].shape != (*table.shape[:2], cap):
             nothing = table.new_full((*table.shape[:2], cap), -1)

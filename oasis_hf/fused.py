@@ -130,8 +130,21 @@ class FusedLayers:
             start = stop
 
     def holds(self) -> bool:
-        """Whether the joined weights are still the model's own (nothing was loaded or moved since)."""
-        return all(linear.weight.data_ptr() == one.weight[one.start].data_ptr() for _, _, linear, one in self._slices)
+        """Whether the joined projections are still the model's own: nothing was loaded, moved, wrapped or hooked."""
+        return not any("forward" in layer.__dict__ for layer in self.layers) and all(
+            parent._modules.get(name) is linear
+            and not _changed(linear)
+            and linear.weight.data_ptr() == one.weight[one.start].data_ptr()
+            for parent, name, linear, one in self._slices
+        )
+
+    def split(self) -> None:
+        """Every projection has a weight of its own again."""
+        for _, _, linear, one in self._slices:
+            if linear.weight.data_ptr() == one.weight[one.start].data_ptr():
+                linear.weight.data = linear.weight.data.clone()
+                if linear.bias is not None:
+                    linear.bias.data = linear.bias.data.clone()
 
     def _forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = type(layer)
@@ -147,13 +160,14 @@ class FusedLayers:
 
     @contextlib.contextmanager
     def _standing_in(self) -> Iterator[None]:
+        before = [parent._modules[name] for parent, name, _, _ in self._slices]
         for parent, name, _, stand_in in self._slices:
             parent._modules[name] = stand_in
         try:
             yield
         finally:
-            for parent, name, linear, _ in self._slices:
-                parent._modules[name] = linear
+            for (parent, name, _, _), module in zip(self._slices, before):
+                parent._modules[name] = module
 
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
@@ -163,14 +177,13 @@ class FusedLayers:
 
     @contextlib.contextmanager
     def tried(self) -> Iterator[None]:
-        """The model's layers run as they are inside, and the first of each kind is compiled for what it is given;
-        `failed` says afterwards whether that went wrong."""
-        done: set[type] = set()
+        """The model's layers run as they are inside, and each is compiled for what it is given (layers alike share what
+        was compiled first); `failed` says afterwards whether that went wrong."""
+        self.failed = None
 
         def beside(layer: nn.Module) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
-                if type(layer) not in done:
-                    done.add(type(layer))
+                if self.failed is None:
                     token = _trying.set(True)
                     try:
                         self._forward(layer, args, kwargs)
@@ -190,7 +203,7 @@ class FusedLayers:
         for layer in self.layers:
             layer.__dict__["forward"] = stand_in(layer)
             for module in layer.modules():
-                if hasattr(module, "layer_idx"):
+                if isinstance(getattr(module, "layer_idx", None), int):
                     setattr(module, attach.HANDLE, torch.tensor(module.layer_idx))
         try:
             yield
@@ -206,8 +219,12 @@ def _alike(linears: list[nn.Linear]) -> bool:
     kinds = {
         (one.in_features, one.weight.dtype, one.weight.device, one.bias is None, type(one.weight)) for one in linears
     }
-    hooked = any(one._forward_hooks or one._forward_pre_hooks or "forward" in one.__dict__ for one in linears)
-    return len(kinds) == 1 and type(first.weight) is nn.Parameter and first.weight.is_floating_point() and not hooked
+    plain = type(first.weight) is nn.Parameter and first.weight.is_floating_point() and not any(map(_changed, linears))
+    return len(kinds) == 1 and plain
+
+
+def _changed(linear: nn.Linear) -> bool:
+    return bool(linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
 
 
 def _decoder_layers(model: Any) -> list[nn.Module]:
@@ -229,3 +246,17 @@ def fused_layers(model: Any) -> FusedLayers:
     if have is None or not have.holds():
         have = _fused[model] = FusedLayers(model)
     return have
+
+
+def joined(model: Any) -> FusedLayers | None:
+    """The model's, if they were made: while they are the same, its weights are where they were."""
+    return _fused.get(model)
+
+
+def _split(model: Any) -> None:
+    have = _fused.pop(model, None)
+    if have is not None and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        have.split()
+
+
+attach.at_detach.append(_split)

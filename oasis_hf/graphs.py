@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .fused import FusionError, fused_layers
+from .fused import FusedLayers, FusionError, fused_layers, joined
 from .layers import OasisLayer
 from .ops import cuda
 from .pipeline import Pipeline
@@ -97,7 +97,7 @@ class StepGraphs:
         self._broken: str | None = None
         self._idle = 0
         self.unfused: str | None = None
-        self._compiled: set[tuple[Any, ...]] = set()
+        self._compiled: dict[tuple[Any, ...], FusedLayers] = {}
         self._left = False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -107,6 +107,7 @@ class StepGraphs:
         """Give the graphs and their memory back: the rows they were captured for are gone."""
         self.captured.clear()
         self.seen.clear()
+        self._compiled.clear()
         self._idle, self._left = 0, False
 
     def settle(self, cache: "OasisCache") -> None:
@@ -115,6 +116,12 @@ class StepGraphs:
             self._left = False
             for layer in cache.sparse_layers:
                 layer.settle()
+
+    def drop_late(self, cache: "OasisCache") -> None:
+        """A step was interrupted: what was planned is void."""
+        self._left = False
+        for layer in cache.sparse_layers:
+            layer.unplan()
 
     def run(
         self, cache: "OasisCache", forward: Callable[[dict[str, Any], Step], Any], call: dict[str, Any], step: Step,
@@ -136,12 +143,13 @@ class StepGraphs:
         have.positions.copy_(call["position_ids"])
         if have.weights is not None and step.weights is not None:
             have.weights.copy_(step.weights)
+        self._left = self._left or step.predicts
         with span("replayed step"):
             have.graph.replay()
         have.replays += 1
         self.replays += 1
-        step.replayed, self._left = True, step.predicts
-        if step.tail is not None and have.tail is not None:
+        step.replayed = True
+        if step.held is not None and step.tail is not None and have.tail is not None:
             step.tail.tokens, step.tail.positions = have.tail.tokens, have.tail.positions
         for layer, draft in zip(cache.sparse_layers, have.drafts):
             layer.draft_queries = draft
@@ -165,55 +173,64 @@ class StepGraphs:
         self.seen[shape] = self.seen.get(shape, 0) + 1
         if self.seen[shape] <= WARM:
             return None
-        fuse = self._fuses(cache, shape)
-        if fuse and shape not in self._compiled and _hooked(cache.model) is None:
-            self._compiled.add(shape)
-            self.settle(cache)
-            return self._compile(cache, forward, call, step)
-        have = self.captured.get(shape)
-        # If something was made anew it is brought where the graph looks for it, which may be all it takes.
-        for attempt in range(2):
-            place = [*_place(cache), step.pair, *(step.held or ())]
-            if have is not None and have.fused == fuse and _same(have.place, place):
-                return have
-            for layer in cache.sparse_layers if attempt == 0 else ():
-                layer.hold_still()
-        if have is not None:
-            self._idle = self._idle + 1 if have.replays < FEW else 0
-        self.captured.pop(shape, None)
-        if self._idle >= MOST_IDLE:
-            self._broken = "the cache is rearranged at nearly every step (beams, or a caller's own verification)"
-            return None
+        after = cache.state.config.compile_after
+        fuse = after is not None and self.unfused is None and self.seen[shape] > WARM + after
+        extra = [step.pair, *(step.held or ())]
+        have, place = self.captured.get(shape), _place(cache)
+        if have is not None and have.fused == fuse and _same(have.place, place + extra):
+            return have
         self.refused = _cannot_hold(cache) or _hooked(cache.model)
         if self.refused is not None:
             return None
+        # What was made anew is brought where the graph looks for it, which may be all it takes.
+        for layer in cache.sparse_layers:
+            layer.hold_still()
+        layers = self._layers(cache) if fuse else None
+        fuse, place = layers is not None, _place(cache)
+        if have is not None and have.fused == fuse and _same(have.place, place + extra):
+            return have
+        if layers is not None and self._compiled.get(shape) is not layers:
+            self.settle(cache)
+            return self._compile(cache, layers, forward, call, step, shape)
+        if have is not None:
+            self._idle = self._idle + 1 if have.replays < FEW else 0
+        have = None
+        self.captured.pop(shape, None)
+        # Of other shapes those stay that hold no buffers of the past.
+        self.captured = {at: one for at, one in self.captured.items() if _same(one.place[: len(place)], place)}
+        if self._idle >= MOST_IDLE:
+            self._broken = "the cache is rearranged at nearly every step (beams, or a caller's own verification)"
+            return None
         self.settle(cache)
         try:
-            have = self.captured[shape] = self._capture(cache, forward, call, step, place, fuse, name)
+            have = self.captured[shape] = self._capture(cache, forward, call, step, place + extra, layers, name)
         except RuntimeError as error:
             # Nothing has run: the step is still to be done.
-            self._broken = f"it could not be captured ({str(error).splitlines()[0]})"
-            logger.warning("decode steps run without a CUDA graph: %s", self._broken)
+            why = f"it could not be captured ({str(error).splitlines()[0]})"
+            if layers is not None:
+                self.unfused = why
+            else:
+                self._broken = why
+            logger.warning("decode steps run without %s: %s", "compiled layers" if fuse else "a CUDA graph", why)
             return None
         return have
 
-    def _fuses(self, cache: "OasisCache", shape: tuple[Any, ...]) -> bool:
-        """Whether a shape has run so often that compiling its layers pays."""
-        after = cache.state.config.compile_after
-        return after is not None and self.unfused is None and self.seen[shape] > WARM + after
-
-    def _compile(
-        self, cache: "OasisCache", forward: Callable[[dict[str, Any], Step], Any], call: dict[str, Any], step: Step
-    ) -> "_Ran | None":
-        """One more eager step, beside which the layers are compiled for its shape."""
+    def _layers(self, cache: "OasisCache") -> FusedLayers | None:
         try:
-            layers = fused_layers(cache.model)
-        except FusionError as error:
-            self.unfused = str(error)
+            return fused_layers(cache.model)
+        except (FusionError, torch.OutOfMemoryError) as error:
+            self.unfused = str(error).splitlines()[0]
             logger.info("layers are captured as they are: %s", self.unfused)
             return None
+
+    def _compile(
+        self, cache: "OasisCache", layers: FusedLayers, forward: Callable[[dict[str, Any], Step], Any],
+        call: dict[str, Any], step: Step, shape: tuple[Any, ...],
+    ) -> "_Ran":  # fmt: skip
+        """One more eager step, beside which the layers are compiled for its shape."""
         with span("compile"), layers.tried():
             output = forward(call, step)
+        self._compiled[shape] = layers
         if layers.failed is not None:
             self.unfused = layers.failed
             logger.warning("layers are captured as they are, they could not be compiled: %s", self.unfused)
@@ -247,28 +264,29 @@ class StepGraphs:
 
     def _capture(
         self, cache: "OasisCache", forward: Callable[[dict[str, Any], Step], Any], call: dict[str, Any], step: Step,
-        place: list[Any], fuse: bool, name: str,
+        place: list[Any], layers: FusedLayers | None, name: str,
     ) -> Captured:  # fmt: skip
         device = cache.device
         if self._stream is None or self._pipeline is None:
             self._stream, self._pipeline = torch.cuda.Stream(device, priority=-1), Pipeline(device)
-            self._pool = torch.cuda.graph_pool_handle()
+        if not self.captured:
+            self._pool = torch.cuda.graph_pool_handle()  # the last one's memory goes with its last graph
         graph = torch.cuda.CUDAGraph()
         ids, positions = call["input_ids"].clone(), call["position_ids"].clone()
         weights = None if step.weights is None else step.weights.to(device, copy=True).contiguous()
         call = {**call, "input_ids": ids, "position_ids": positions}
         step.weights = weights
-        step.pipeline = self._pipeline
         step.tail_mask(device)  # made from the host, so before
         late = {layer.index: layer.transfer for layer in cache.sparse_layers if layer.late and step.predicts}
         streams = (self._stream, *self._pipeline.streams)
         for stream in streams:
             cuda.reserve(stream)
-        layers = fused_layers(cache.model).placed() if fuse else contextlib.nullcontext()
+        placed = contextlib.nullcontext() if layers is None else layers.placed()
         _own_workspaces()
         self._stream.wait_stream(torch.cuda.current_stream(device))
+        step.pipeline = self._pipeline
         try:
-            with span("capture"), _nothing_collected(), layers, torch.cuda.stream(self._stream):
+            with span("capture"), _nothing_collected(), placed, torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     self._pipeline.begin(late)
@@ -295,7 +313,9 @@ class StepGraphs:
         fields = {key: _CACHE if value is cache else value for key, value in fields.items()}
         drafts = [layer.draft_queries for layer in cache.sparse_layers]
         held = (call, step, scratch)
-        return Captured(place, fuse, graph, ids, positions, weights, type(output), fields, drafts, step.tail, held)
+        return Captured(
+            place, layers is not None, graph, ids, positions, weights, type(output), fields, drafts, step.tail, held
+        )
 
 
 def _cannot_hold(cache: "OasisCache") -> str | None:
@@ -356,7 +376,8 @@ def _place(cache: "OasisCache") -> list[Any]:
     anywhere."""
     state = cache.state
     weight = next(cache.model.parameters())
-    place: list[Any] = [(RemovableHandle.next_id, weight.data_ptr()), state.need_rows().lengths(cache.device)]
+    place: list[Any] = [(RemovableHandle.next_id, weight.data_ptr()), joined(cache.model)]
+    place.append(state.need_rows().lengths(cache.device))
     for layer in cache.sparse_layers:
         place += layer.place()
     return place

@@ -41,6 +41,10 @@ class Rows:
             self._device[device] = tokens.to(device, non_blocking=True)
         return self._device[device]
 
+    def resync(self) -> None:
+        """The device's lengths are made anew from the host's."""
+        self._device.clear()
+
     def extend(self, valid: torch.Tensor) -> None:
         """New columns. valid: `[B, q]` bool on the host."""
         self._set_valid(torch.cat((self.valid, valid), 1))

@@ -112,6 +112,8 @@ class Stepper:
         for layer, before in zip(self.cache.layers, recent):
             if hasattr(layer, "recent"):
                 layer.recent, layer.draft_queries = before, None
+        rows.resync()  # a replay may have advanced the device's lengths
+        self.cache.graphs.drop_late(self.cache)
         if rows.columns:
             state.mark_dirty([0] * len(rows))
 

@@ -75,6 +75,33 @@ def test_weights_that_were_loaded_anew_are_joined_anew(model):
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
+def test_a_projection_that_was_wrapped_stays_wrapped(model):
+    first = fused_layers(model)
+    attention = model.model.layers[0].self_attn
+    wrapped = nn.Sequential(attention.q_proj)
+    attention.q_proj = wrapped
+    second = fused_layers(model)
+    assert second is not first
+    with second.placed():
+        pass
+    assert attention.q_proj is wrapped
+
+
+def test_detach_gives_every_projection_its_own_weight_again(model):
+    from oasis_hf import detach
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    cache = OasisCache(model, budget=64)
+    fused_layers(model)
+    assert len({part.weight.untyped_storage().data_ptr() for part in (model.model.layers[0].self_attn.q_proj,
+                model.model.layers[0].self_attn.v_proj)}) == 1  # fmt: skip
+    detach(model)
+    del cache
+    weights = [value.untyped_storage().data_ptr() for name, value in model.named_parameters() if "proj" in name]
+    assert len(set(weights)) == len(weights)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 def test_what_stands_alone_is_left_alone(model):
     class Other(nn.Linear):
         pass

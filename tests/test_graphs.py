@@ -32,10 +32,10 @@ def captures(monkeypatch, cache):
     """Captures without CUDA: the inputs' copies and a marked output."""
     made = []
 
-    def capture(self, cache, forward, call, step, place, fuse, name):
+    def capture(self, cache, forward, call, step, place, layers, name):
         output = {0: torch.full((1, 1, 3), float(len(made))), 1: graphs._CACHE}
         inputs = call["input_ids"].clone(), call["position_ids"].clone(), step.weights
-        one = graphs.Captured(place, fuse, Played(), *inputs, tuple, output, [], step.tail, (step,))
+        one = graphs.Captured(place, layers is not None, Played(), *inputs, tuple, output, [], step.tail, (step,))
         made.append(one)
         self.captures += 1
         return one
@@ -286,6 +286,72 @@ def test_a_branch_has_what_the_step_left(fake_cuda):
     branch = copy.deepcopy(cache)
     for one, two in zip(steps(cache, ids, range(40, 43)), steps(branch, ids, range(40, 43))):
         assert torch.equal(one, two)
+
+
+def test_an_interrupted_step_leaves_nothing_to_the_next(fake_cuda, monkeypatch):
+    model, ids = tiny("llama"), prompt(2, 100)
+    eager, cache = (OasisCache(model, budget=64, graphs=graphs) for graphs in (False, True))
+    for each in (eager, cache):
+        decode(each, ids, graphs.WARM + 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(each), "prepare", lambda self, count: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                steps(each, ids, [7])
+    assert all((layer.plan[0] < 0).all() for layer in cache.sparse_layers)
+    lengths = cache.state.need_rows().lengths(torch.device("cpu"))
+    assert lengths.tolist() == cache.state.need_rows().tokens
+    assert all(torch.equal(a, b) for a, b in zip(steps(eager, ids, range(40, 44)), steps(cache, ids, range(40, 44))))
+
+
+def test_queries_that_were_made_anew_need_no_new_graph(fake_cuda):
+    cache, ids = OasisCache(tiny("llama"), budget=64), prompt(2, 100)
+    decode(cache, ids, graphs.WARM + 1)
+    wanted = [layer.recent.clone() for layer in cache.sparse_layers]
+    for layer in cache.sparse_layers:
+        layer.recent = layer.recent.clone()  # as an eager step or a commit leaves them
+    at = torch.full((2, 1), cache.get_seq_length())
+    with torch.no_grad():
+        cache.model(ids[:, :1], past_key_values=cache, position_ids=at)
+    assert cache.graphs.captures == 1 and cache.graphs.replays == 2
+    assert all(
+        torch.equal(layer.queries[:, :, : layer.state.window], w) for layer, w in zip(cache.sparse_layers, wanted)
+    )
+
+
+def test_rows_that_go_take_their_buffers_with_them(fake_cuda):
+    import weakref
+
+    cache, ids = OasisCache(tiny("llama"), budget=64), prompt(2, 100)
+    decode(cache, ids, graphs.WARM + 1)
+    old = weakref.ref(cache.sparse_layers[0].working_set.keys)
+    cache.batch_select_indices(torch.tensor([0]))
+    assert old() is None and not cache.graphs.captured
+
+
+def test_drafts_of_a_drafter_that_stays_outside_are_the_step_s_own(fake_cuda):
+    from oasis_hf import OracleDrafter
+
+    ids = prompt(2, 120)
+    cache = OasisCache(tiny("llama"), budget=64, drafter=OracleDrafter(ids))
+    with torch.no_grad():
+        cache.model(ids[:, :100], past_key_values=cache)
+        for at in range(100, 100 + graphs.WARM + 4):
+            position = torch.full((2, 1), at)
+            cache.model(ids[:, at : at + 1], past_key_values=cache, position_ids=position)
+            assert torch.equal(cache.stepper.tail.tokens, ids[:, at : at + 2])
+    assert cache.graphs.replays == 4
+
+
+def test_joined_weights_are_part_of_the_place(cache):
+    import copy
+
+    from oasis_hf.fused import fused_layers
+
+    cache = OasisCache(copy.deepcopy(tiny("qwen3")), budget=64)
+    generate(cache.model, prompt(1, 100), cache, max_new_tokens=4)
+    before = graphs._place(cache)
+    fused_layers(cache.model)
+    assert not graphs._same(before, graphs._place(cache))
 
 
 def test_nothing_is_prepared_twice_until_a_block_opens(cache, monkeypatch):

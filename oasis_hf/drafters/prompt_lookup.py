@@ -48,6 +48,8 @@ class PromptLookupDrafter(Drafter):
         self.history.scatter_(1, at, tokens)
 
     def hold(self, lengths: torch.Tensor, count: int) -> list[torch.Tensor] | None:
+        if type(self) is not PromptLookupDrafter:
+            return None  # whose `propose` and `observe` may be others
         if self.history is None:
             self.history = lengths.new_full((len(lengths), 0), -1)
         self._look(lengths)

@@ -57,12 +57,17 @@ def _unpin(pieces: list[tuple[int, int]], pages: torch.Tensor) -> None:
     """Memory must not go before its registration, which can't be given back while a stream is captured: then it stays
     until the next pool goes or grows."""
     _unpinned_later.append((pieces, pages))
+    _unpin_now()
+
+
+def _unpin_now() -> None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return
     if torch.cuda.is_initialized() and any(pieces for pieces, _ in _unpinned_later):
         torch.cuda.synchronize()  # the device may still be writing what nobody will read
     while _unpinned_later:
-        for address, _ in _unpinned_later.pop()[0]:
+        pieces, _pages = _unpinned_later.pop()
+        for address, _ in pieces:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
 
 
@@ -146,6 +151,7 @@ class PagePool:
             )
 
     def _pin_to(self, needed: int) -> None:
+        _unpin_now()
         page = mmap.PAGESIZE
         done = self.pinned_bytes
         # A little ahead, so that a long decode does not pin every sixteenth step; at most 1 % more than asked.
