@@ -22,7 +22,7 @@ namespace {
 constexpr int WARPS = 8;
 constexpr int LOADS = 16;              // vectors a lane has in flight: 16 is a page of D = 128 in two bytes a warp
 constexpr int LIST = 1024;             // moves a CTA lists at a time
-constexpr int DEFAULT_CTAS = 4;        // more move no more, and keep a matrix product from as many multiprocessors
+constexpr int DEFAULT_CTAS = 8;        // more move no more, and keep a matrix product from as many multiprocessors
 
 struct Plan {
     const int64_t* page_table;

@@ -54,22 +54,17 @@ class CapturedSteps:
             weights = step.once("weights", lambda: query.new_ones((query.shape[0], 1), dtype=torch.float32))
             self._fetch("on_demand", query[:, :, :1], weights, lengths, own.allocated)
         mask = step.tail_mask(keys.device)
-        pipeline.release()
         out = ops.attend(query, own.keys, own.values, own.table, lengths, mask, self.scaling, sinks)
         self.draft_queries = self.queries[:, :, window : window + step.drafts]
         age = step.once("age", lambda: self.state.clock(keys.device, 1 if step.predicts else 0))
         after = step.once("after", lambda: lengths + 1)
         closed = step.once("closed", lambda: after // BLOCK)
-
-        def predict() -> None:
-            assert self.queries is not None
+        with pipeline.beside(after, closed):
             self._append(0, lengths, step.starts, age)
             if step.weights is not None:
                 self._predict(self.queries[:, :, : window + step.drafts], closed, step.weights, after)
-            if step.predicts and not self.late:
-                pipeline.send(self.transfer)
-
-        pipeline.defer(predict, after, closed)
+        if step.predicts and not self.late:
+            pipeline.send(self.transfer)
         return out
 
     def _predict(

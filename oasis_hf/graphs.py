@@ -194,7 +194,9 @@ class StepGraphs:
             return self._compile(cache, layers, forward, call, step, shape)
         if have is not None:
             self._idle = self._idle + 1 if have.replays < FEW else 0
-        have = None
+        # The memory of old graphs serves the new one, if one of them lives until it has begun.
+        old = list(self.captured.values())
+        self._pool = self._pool if old else None
         self.captured.pop(shape, None)
         # Of other shapes those stay that hold no buffers of the past.
         self.captured = {at: one for at, one in self.captured.items() if _same(one.place[: len(place)], place)}
@@ -269,8 +271,8 @@ class StepGraphs:
         device = cache.device
         if self._stream is None or self._pipeline is None:
             self._stream, self._pipeline = torch.cuda.Stream(device, priority=-1), Pipeline(device)
-        if not self.captured:
-            self._pool = torch.cuda.graph_pool_handle()  # the last one's memory goes with its last graph
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         ids, positions = call["input_ids"].clone(), call["position_ids"].clone()
         weights = None if step.weights is None else step.weights.to(device, copy=True).contiguous()

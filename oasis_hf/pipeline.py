@@ -1,11 +1,8 @@
 """Prediction and transfer beside the model, on side streams of a captured step (OasisKV section 4; issue B).
 
-    model      | attend 0 | mlp 0 | attend 1         | mlp 1 | attend 2 ...   attend l waits for its last transfer
-    prediction |                  | append, score, select 0  | append, ...    layer l's begins with attend l + 1
-    transfer   | late layers' plans of the last step ...     | gather 0 | ...
-
-Prediction reads as much memory as attention and keeps as few multiprocessors waiting; a matrix product that finds them
-taken starts late on all of them. So a layer's is held back until the next layer attends.
+    model      | attend 0 | mlp 0 ...                | attend 1 | mlp 1 ...   attend l waits for its last transfer
+    prediction |          | append, score, select 0  |          | append, ...
+    transfer   | late layers' plans of the last step ...        | gather 0 | ...
 
 The transfers of a step's later layers are issued by the next step, at its start: nothing at a step's end waits for
 the link, and it is busy from the first kernel on. Their plans stay in the working sets meanwhile; `settle` makes up
@@ -14,7 +11,8 @@ for them where something else than a replay comes next.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,7 +29,6 @@ class Pipeline:
         self.device = device
         self.predict, self.transfer = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._arrives: dict[int, torch.cuda.Event] = {}
-        self._deferred: Callable[[], None] | None = None
         self._held: list[Any] = []
         self._forked: set[torch.cuda.Stream] = set()
 
@@ -59,23 +56,17 @@ class Pipeline:
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
-    def defer(self, predict: Callable[[], None], *tensors: torch.Tensor) -> None:
-        """Work that predicts, issued by the next `release`.
+    @contextlib.contextmanager
+    def beside(self, *tensors: torch.Tensor) -> Iterator[None]:
+        """What is issued inside predicts: after all that the current stream has so far, beside what it gets from now.
 
         Args:
-            tensors: made on the current stream and used by it: kept, so that their memory is not given to others.
+            tensors: made on the current stream and used inside: kept, so that their memory is not given to others.
         """
-        self._deferred = predict
         self._held += tensors
-
-    def release(self) -> None:
-        """Issue what was deferred: after all that the current stream has so far, beside what it gets from now."""
-        if self._deferred is None:
-            return
-        predict, self._deferred = self._deferred, None
         self._fork(self.predict, torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.predict):
-            predict()
+            yield
 
     def send(self, gather: Callable[[], None]) -> None:
         """A transfer of this step: after what is predicted so far."""
@@ -85,20 +76,17 @@ class Pipeline:
 
     def predicted(self) -> None:
         """The current stream waits until all is predicted: then what prediction reads, such as lengths, may change."""
-        self.release()
         if self.predict in self._forked:
             torch.cuda.current_stream(self.device).wait_stream(self.predict)
 
     def join(self) -> None:
         """The current stream waits for all of it (a capture must not wait for a stream that has nothing of it)."""
-        self.release()
         for stream in self._forked:
             torch.cuda.current_stream(self.device).wait_stream(stream)
         self.forget()
 
     def forget(self) -> None:
         """Let go of what is held: the capture that used it is over."""
-        self._deferred = None
         self._held.clear()
         self._forked.clear()
         self._arrives.clear()

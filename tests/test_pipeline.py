@@ -59,25 +59,20 @@ def test_a_step_s_order(pipeline):
     pipeline.begin({2: lambda: say("late 2"), 3: lambda: say("late 3")})
     for layer in range(4):
         pipeline.arrive(layer)
-        pipeline.release()
         say(f"attend {layer}")
-
-        def predict(layer=layer):
+        with pipeline.beside():
             say(f"select {layer}")
-            if layer < 2:
-                pipeline.send(lambda: say(f"gather {layer}"))
-
-        pipeline.defer(predict)
+        if layer < 2:
+            pipeline.send(lambda layer=layer: say(f"gather {layer}"))
     pipeline.join()
     order = {entry: place for place, entry in enumerate(LOG)}
     assert LOG[0] == ("transfer", "waits for model") and LOG[1] == ("transfer", "late 2")
     # A layer whose blocks come late waits for its own transfer only.
     assert order["model", "waits for late 2"] < order["model", "attend 2"] < order["model", "waits for late 3"]
     assert ("model", "waits for late 0") not in order
-    for layer in range(3):
-        # Prediction of a layer is forked before the next layer's attention is issued, on the side.
+    for layer in range(4):
+        assert LOG[order["predict", f"select {layer}"] - 1] == ("predict", "waits for model")
         assert order["model", f"attend {layer}"] < order["predict", f"select {layer}"]
-        assert order["predict", f"select {layer}"] < order["model", f"attend {layer + 1}"]
     for layer in range(2):
         before = LOG[order["transfer", f"gather {layer}"] - 1]
         assert before == ("transfer", "waits for predict")
@@ -87,7 +82,8 @@ def test_a_step_s_order(pipeline):
 
 
 def test_lengths_may_change_once_all_is_predicted(pipeline):
-    pipeline.defer(lambda: pipeline.say("append"))
+    with pipeline.beside():
+        pipeline.say("append")
     pipeline.predicted()
     pipeline.say("lengths")
     assert LOG == [
@@ -98,22 +94,24 @@ def test_lengths_may_change_once_all_is_predicted(pipeline):
 def test_a_step_that_does_nothing_beside_waits_for_nothing(pipeline):
     pipeline.begin({})
     pipeline.arrive(0)
-    pipeline.release()
+    pipeline.predicted()
     pipeline.join()
     assert LOG == []
 
 
 def test_what_is_used_beside_is_held_until_the_join(pipeline):
     tensor = torch.zeros(1)
-    pipeline.defer(lambda: None, tensor)
+    with pipeline.beside(tensor):
+        pass
     assert any(held is tensor for held in pipeline._held)
     pipeline.join()
-    assert not pipeline._held and pipeline._deferred is None
+    assert not pipeline._held
 
 
 def test_what_a_failed_capture_left_is_forgotten(pipeline):
     pipeline.begin({1: lambda: None})
-    pipeline.defer(lambda: pipeline.say("never"))
+    with pipeline.beside(torch.zeros(1)):
+        pass
     pipeline.forget()
     LOG.clear()
     pipeline.arrive(1)
