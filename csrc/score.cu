@@ -10,12 +10,10 @@
 // scaling are applied to fp32 sums. int8 is widened to fp16; a query row is then scaled by a power of two to fit, which
 // rounds off 2^-35 of its largest value.
 // Each warp has its own ring of tiles in shared memory, filled by cp.async, so that no barrier over the CTA stops the
-// stream. A tile's place is filled again as soon as its products are made: 64 KB a CTA are on their way, an SM twice
-// that. Queries stay in registers; more query rows than fit go to further CTAs, which find the tiles in L2.
+// stream: over 100 KB an SM are on their way. Queries stay in registers; more than fit go to CTAs that find tiles in L2.
 // A query row's value of a block is its best part's score or, for softmax-mean, log2 of the sum of its parts' exp2: no
-// maximum has to be known for it. Values wait for the row's maximum and sum in shared memory, as far as they fit and
-// one CTA has the whole (row, KV head), otherwise in scratch. Few (row, KV head)s are split over CTAs, and the last to
-// arrive finishes.
+// maximum has to be known for it. Values wait for the row's maximum and sum in shared memory, as far as they fit and one
+// CTA has all of them, otherwise in scratch. Few (row, KV head)s are split over CTAs, and the last to arrive finishes.
 #include <algorithm>
 #include <cmath>
 
@@ -35,8 +33,7 @@ constexpr int TILE = 16;         // parts
 // a piece of 8 lines in 8 different groups of banks.
 template <int D, bool INT8, bool FEW>
 struct Shape {
-    // At most 8 query rows need few registers, and small rings keep as much on its way: four CTAs cover the starts and
-    // ends of each other.
+    // At most 8 query rows need few registers: four CTAs with small rings cover each other's starts and ends.
     static constexpr int CTAS = FEW && INT8 && D <= 128 ? 4 : 2;
     static constexpr int VECTOR = D * (INT8 ? 1 : 2), PART = 2 * VECTOR, LINE = 2 * PART + 16;
     static constexpr int SCALES = TILE / 2 * LINE, STAGE = SCALES + (INT8 ? TILE * 4 : 0);  // a tile, then its scales

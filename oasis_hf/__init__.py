@@ -1,10 +1,11 @@
 """A sparse working set in GPU memory, the full KV cache in host memory, for any transformers model."""
 
-from .attach import UnsupportedModelError, detach
+from .attach import detach
 from .cache import OasisCache
 from .config import ConfigError, OasisConfig
 from .drafters import Drafter, DrafterError, OracleDrafter, PreviousDrafter, PromptLookupDrafter
 from .store import HostMemoryError
+from .supported import UnsupportedModelError
 
 __version__ = "0.1.0"
 

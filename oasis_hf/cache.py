@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import torch
 from transformers.cache_utils import Cache
 
-from . import attach
+from . import attach, supported
 from .config import BLOCK, ConfigError, OasisConfig
 from .drafters import Drafter, make_drafter
 from .graphs import StepGraphs
 from .layers import OasisLayer
 from .lookahead import recent_window
+from .padding import Padding
 from .report import Report
 from .rows import Rows
 from .sliding import SlidingLayer
@@ -36,7 +37,7 @@ def _keeps_buffers(method: _Method) -> _Method:
     return run  # type: ignore[return-value]
 
 
-class OasisCache(Report, Cache):
+class OasisCache(Report, Padding, Cache):
     """The full KV in host memory, a sparse working set of blocks where the model runs.
 
     ```python
@@ -57,7 +58,7 @@ class OasisCache(Report, Cache):
     """
 
     def __init__(self, model: Any, config: OasisConfig | None = None, drafter: Any = None, **knobs: Any) -> None:
-        model = attach.plain_model(model)
+        model = supported.plain_model(model)
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"OasisCache(model, ...) needs the model itself, not {type(model).__name__}.")
         if config is not None and not isinstance(config, OasisConfig):
@@ -66,8 +67,8 @@ class OasisCache(Report, Cache):
                 "as in OasisCache(model, budget=2064)."
             )
         config = (config or OasisConfig()).replace(**knobs)
-        windows = attach.layer_windows(model)
-        if config.speculate and not attach.has_head(model):
+        windows = supported.layer_windows(model)
+        if config.speculate and not supported.has_head(model):
             raise ConfigError(
                 f"OasisConfig.speculate=True compares logits, but {type(model).__name__} has no language-model head: "
                 "leave speculate off, or give the model with its head."
@@ -111,75 +112,6 @@ class OasisCache(Report, Cache):
                 "batch_select_indices / batch_repeat_interleave, or reset()."
             )
         return rows
-
-    def new_columns(self, mask: torch.Tensor | None, count: int) -> torch.Tensor | None:
-        """Which of `count` new columns are real `[B, count]`, None for all; reads the mask (prefill only).
-
-        A mask that hides tokens already held (a finished row's padding, before the next turn) removes them.
-
-        Raises:
-            ValueError: the mask has another length, or shows columns that were padding when they came.
-        """
-        rows = self.state.need_rows()
-        old = rows.columns
-        if mask is None:
-            mask = torch.ones((len(rows), old + count), dtype=torch.bool)
-        self.check_mask(mask, count)
-        mask = mask.detach().to("cpu", torch.bool)
-        if mask.shape[1] == count:
-            mask = torch.cat((rows.valid, mask), 1)
-        if (mask[:, :old] & ~rows.valid).any():
-            raise ValueError(
-                "attention_mask shows columns that were padding when this OasisCache saw them, so it never stored "
-                "them: pass the same padding as before (without a mask every column counts as real)."
-            )
-        hidden = rows.valid & ~mask[:, :old]
-        for row in hidden.any(1).nonzero().flatten().tolist():
-            self._hide(row, mask[row, :old])
-        new = mask[:, old:]
-        return None if bool(new.all()) else new
-
-    def check_mask(self, mask: torch.Tensor, count: int) -> None:
-        """Raise ValueError unless a mask has one column for each token held and each of `count` new ones, or for the
-        new ones only."""
-        rows = self.state.need_rows()
-        if tuple(mask.shape) not in ((len(rows), rows.columns + count), (len(rows), count)):
-            raise ValueError(
-                f"attention_mask has shape {list(mask.shape)}, but {len(rows)} rows of {rows.columns} cached + {count} "
-                "new tokens were passed: give it one column for each."
-            )
-
-    def _hide(self, row: int, kept: torch.Tensor) -> None:
-        """Take tokens out of the middle of a row: what follows them moves up."""
-        self.stepper.forget()
-        self.settle()
-        state, rows = self.state, self.state.need_rows()
-        stays = kept[rows.valid[row]]  # by the row's own token
-        first = int((~stays).nonzero()[0])
-        before = rows.tokens[row]
-        later = stays[first:]
-        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        sparse = [layer for layer in self.layers if isinstance(layer, OasisLayer)]
-        for layer in sparse:
-            keys, values = layer.store.read(layer.index, row, first, before)
-            moved[layer.index] = keys[:, later].clone(), values[:, later].clone()
-        rows.hide(row, kept)
-        if state.store is not None:
-            shorter = list(rows.tokens)
-            shorter[row] = first
-            state.store.truncate(shorter)
-            state.store.ensure(shorter, rows.tokens)
-        for layer in sparse:
-            keys, values = (x.to(layer.device, layer.working_set.keys.dtype) for x in moved[layer.index])
-            if keys.shape[1]:
-                layer._store_row(row, first, keys, values)
-        if state.store is not None:
-            state.store.join()
-        for layer in self.layers:
-            if isinstance(layer, SlidingLayer):
-                layer.hide(row, kept)
-        state.mark_dirty([first if i == row else n for i, n in enumerate(rows.tokens)])
-        self.drafter.hide(row, first, later)
 
     def settle(self) -> None:
         """Make the transfers now that a replayed step left to the next one: before anything else changes."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import attach
+from . import attach, supported
 from .cache import OasisCache
 from .config import ConfigError, OasisConfig
 from .models import ModelError
@@ -95,7 +95,7 @@ def ask(
     check(budget, max_new_tokens)
     inputs = _prompt(tokenizer, f"{document}\n\nQuestion: {question}")
     context = inputs["input_ids"].shape[1]
-    limit = getattr(attach.text_config(model), "max_position_embeddings", None)
+    limit = getattr(supported.text_config(model), "max_position_embeddings", None)
     if limit and context + max_new_tokens > limit:
         raise ModelError(
             f"The document and the question are {context:,} tokens, with {max_new_tokens} new ones more than the "

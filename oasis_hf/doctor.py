@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import __version__, attach
+from . import __version__, supported
 from .config import BLOCK, OasisConfig
 from .models import load_config
 
@@ -220,14 +220,14 @@ def check_model(model: str) -> Iterator[Finding]:
     except Exception as error:  # any model class may fail in any way without its weights
         yield Finding("supported", f"no: {str(error).strip().splitlines()[0]}", False)
         return
-    text = attach.text_config(shell)
+    text = supported.text_config(shell)
     yield Finding("class", type(shell).__name__)
-    reasons = list(attach.refusals(shell, text))
+    reasons = list(supported.refusals(shell, text))
     for reason in reasons:
         yield Finding("supported", f"no: {reason}", False)
     if reasons:
         return
-    windows = attach.layer_windows(shell)
+    windows = supported.layer_windows(shell)
     sparse = sum(window is None for window in windows)
     if sparse == 0:
         yield Finding("supported", "yes, but all layers have a sliding window and stay resident: nothing to gain")

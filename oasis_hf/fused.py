@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from . import attach
+from . import attach, supported
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Sibling projections of one input, by the names that transformers' models give them."""
@@ -228,7 +228,7 @@ def _changed(linear: nn.Linear) -> bool:
 
 
 def _decoder_layers(model: Any) -> list[nn.Module]:
-    count = attach.text_config(model).num_hidden_layers
+    count = supported.text_config(model).num_hidden_layers
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not name.endswith("layers") or len(module) != count:
             continue

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .capturable import cannot_hold, hooked
 from .fused import FusedLayers, FusionError, fused_layers, joined
-from .layers import OasisLayer
 from .ops import cuda
 from .pipeline import Pipeline
 from .spans import span
@@ -179,7 +179,7 @@ class StepGraphs:
         have, place = self.captured.get(shape), _place(cache)
         if have is not None and have.fused == fuse and _same(have.place, place + extra):
             return have
-        self.refused = _cannot_hold(cache) or _hooked(cache.model)
+        self.refused = cannot_hold(cache) or hooked(cache.model)
         if self.refused is not None:
             return None
         # What was made anew is brought where the graph looks for it, which may be all it takes.
@@ -320,24 +320,6 @@ class StepGraphs:
         )
 
 
-def _cannot_hold(cache: "OasisCache") -> str | None:
-    """Why these layers' steps can't be captured."""
-    config = cache.state.config
-    for layer in cache.layers:
-        if not isinstance(layer, OasisLayer):
-            return "the model has sliding-window layers"
-        if layer.device != cache.device:
-            return "layers are on several devices"
-        if not cuda.serves(layer.working_set.keys):
-            return "the compiled operators don't serve this model's dtype and head_dim here"
-        pages = layer.store.device_pages(layer.index)
-        if pages is None:
-            return f"store={config.store!r}"
-        if pages[0].dtype != layer.working_set.keys.dtype:
-            return f"host_dtype={config.host_dtype!r}"
-    return None
-
-
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
     """No collection inside: what it frees may need calls that a capture does not allow."""
@@ -356,17 +338,6 @@ def _own_workspaces() -> None:
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
-
-
-def _hooked(model: Any) -> str | None:
-    """Why code of others runs inside the model's forward: a replay would leave it out. transformers' own hooks, which
-    stay once a call asked for hidden states, do nothing unless a call asks, and such a call is eager."""
-    for name, module in model.named_modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        foreign = [hook for hook in hooks if getattr(hook, "__module__", "") != "transformers.utils.output_capturing"]
-        if foreign or hasattr(module, "_hf_hook"):
-            return f"{name or 'the model'} has a forward hook"
-    return None
 
 
 def _kept(value: Any) -> Any:

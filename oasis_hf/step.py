@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import attach
+from . import attach, supported
 from .config import TAIL
 from .lookahead import draft_rows, predicts_blocks, query_weights, row_weights, wants_drafts
 from .progress import prefill_bar
@@ -61,7 +61,7 @@ class Stepper:
         self.skipped = self.forwards = 0
         self._pairs: dict[int, tuple[list[list[float]], torch.Tensor]] = {}
         self.warned = False
-        self.reach = Reach(cache.model, attach.text_config(cache.model))
+        self.reach = Reach(cache.model, supported.text_config(cache.model))
 
     @property
     def cache(self) -> "OasisCache":

@@ -9,7 +9,7 @@ from tiny import FAMILIES
 from transformers import T5Config
 
 import oasis_hf
-from oasis_hf import attach, cli, demo, doctor, models
+from oasis_hf import cli, demo, doctor, models, supported
 
 
 def run(capsys, *arguments):
@@ -228,9 +228,9 @@ def test_doctor_refuses_an_encoder_decoder(saved):
     assert any("encoder-decoder" in value and ok is False for _, value, ok in doctor.check_model(saved(config)))
 
 
-def test_doctor_reads_what_attach_says(saved, monkeypatch):
+def test_doctor_reads_what_the_cache_is_told(saved, monkeypatch):
     folder = saved(FAMILIES["llama"]().config)
-    monkeypatch.setattr(attach, "refusals", lambda model, config: iter(["it is blue."]))
+    monkeypatch.setattr(supported, "refusals", lambda model, config: iter(["it is blue."]))
     assert findings(doctor.check_model(folder))["supported"] == ("no: it is blue.", False)
 
 

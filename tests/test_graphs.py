@@ -44,7 +44,7 @@ def captures(monkeypatch, cache):
     monkeypatch.setattr(graphs.StepGraphs, "_refuses", lambda *args: None)
     # Without CUDA a step run as it is rebinds the recent queries: not an address here.
     monkeypatch.setattr(graphs, "_place", lambda cache: [cache.fake_address])
-    monkeypatch.setattr(graphs, "_cannot_hold", lambda cache: None)
+    monkeypatch.setattr(graphs, "cannot_hold", lambda cache: None)
     cache.fake_address = 1
     return made
 
@@ -119,7 +119,7 @@ def test_a_hook_makes_steps_eager_and_its_end_lets_them_be_captured(cache, captu
 
 def test_the_hooks_that_transformers_leaves_behind_do_not_count(cache, captures):
     cache.model(prompt(1, 5), output_hidden_states=True)
-    assert graphs._hooked(cache.model) is None
+    assert graphs.hooked(cache.model) is None
     assert [run(cache, call(), step())[1] for _ in range(3)] == [True, True, False]
 
 
@@ -186,7 +186,7 @@ def fake_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Fake)
-    monkeypatch.setattr(graphs, "_cannot_hold", lambda cache: None)
+    monkeypatch.setattr(graphs, "cannot_hold", lambda cache: None)
     real = graphs.StepGraphs._refuses
 
     def refuses(self, cache, *args):

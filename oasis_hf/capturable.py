@@ -1,0 +1,40 @@
+"""What keeps a model's steps from being captured, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .layers import OasisLayer
+from .ops import cuda
+
+if TYPE_CHECKING:
+    from .cache import OasisCache
+
+
+def cannot_hold(cache: "OasisCache") -> str | None:
+    """Why these layers' steps can't be captured."""
+    config = cache.state.config
+    for layer in cache.layers:
+        if not isinstance(layer, OasisLayer):
+            return "the model has sliding-window layers"
+        if layer.device != cache.device:
+            return "layers are on several devices"
+        if not cuda.serves(layer.working_set.keys):
+            return "the compiled operators don't serve this model's dtype and head_dim here"
+        pages = layer.store.device_pages(layer.index)
+        if pages is None:
+            return f"store={config.store!r}"
+        if pages[0].dtype != layer.working_set.keys.dtype:
+            return f"host_dtype={config.host_dtype!r}"
+    return None
+
+
+def hooked(model: Any) -> str | None:
+    """Why code of others runs inside the model's forward: a replay would leave it out. transformers' own hooks, which
+    stay once a call asked for hidden states, do nothing unless a call asks, and such a call is eager."""
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        foreign = [hook for hook in hooks if getattr(hook, "__module__", "") != "transformers.utils.output_capturing"]
+        if foreign or hasattr(module, "_hf_hook"):
+            return f"{name or 'the model'} has a forward hook"
+    return None
