@@ -11,7 +11,7 @@ import argparse
 import datetime
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,9 +21,9 @@ import torch
 from . import __version__
 from .cache import OasisCache
 from .config import BLOCK, ConfigError, OasisConfig
-from .layers import OasisLayer
+from .forced import fetches_of, forced_misses, mean_fetched, parts, traced
+from .lookahead import predicts_blocks
 from .store.host import HostStore
-from .summaries import Summaries
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": dict(
@@ -41,9 +41,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 WARM = 8
 """Steps before those that are timed: eager ones, compilation and capture."""
 
-CHANCES = 8
-"""Draws of chance scores a layer has."""
-
 STEPS = {
     "model": ("model over the working set", False, False),
     "prediction": ("and prediction", True, False),
@@ -58,7 +55,7 @@ DENSE_ROOM = 256
 @dataclass
 class Reading:
     """ms: median of a step, its replay alone where it is captured; call_ms: as its caller sees it; bytes: moved over
-    the link in it; graph: what was replayed."""
+    the link in it; graph: what was replayed; hbm_bytes: what the step must read of the GPU's memory once."""
 
     what: str
     rows: int
@@ -66,6 +63,11 @@ class Reading:
     call_ms: float
     bytes: int
     graph: str
+    hbm_bytes: int = 0
+
+    def floor_ms(self, ceilings: "Ceilings") -> float:
+        """What the slower of memory and link takes at the least."""
+        return 1e3 * max(self.hbm_bytes / ceilings.hbm, self.bytes / ceilings.link)
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,6 +77,45 @@ class Reading:
     def link(self) -> float:
         """Bytes a second."""
         return self.bytes / self.ms * 1e3
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes a second. hbm: read and written by a copy on the device; link: from pinned memory to the device."""
+
+    hbm: float
+    link: float
+
+    @classmethod
+    def measured(cls, size: int = 1 << 30) -> "Ceilings":
+        """Of the GPU here, by copies of `size` bytes and a quarter of that."""
+        source, target = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+        pinned = torch.zeros(size // 4, dtype=torch.uint8, pin_memory=True)
+
+        def seconds(copy: Callable[[], Any]) -> float:
+            times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+            for _ in range(7):
+                with _between(times):
+                    copy()
+            return _median(times[2:]) / 1e3
+
+        hbm = 2 * size / seconds(lambda: target.copy_(source))
+        link = pinned.numel() / seconds(lambda: target[: pinned.numel()].copy_(pinned, non_blocking=True))
+        return cls(hbm, link)
+
+
+def hbm_bytes(model: Any, cache: OasisCache, context: int, predicts: bool) -> int:
+    """What a step must read of the device's memory: weights, K and V of the working set and, where it predicts, the
+    summaries of closed blocks."""
+    skipped = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is skipped
+    total = sum(weight.nbytes for weight in model.parameters() if tied or weight is not skipped)
+    for layer in cache.sparse_layers:
+        total += layer.working_set.keys.nbytes + layer.working_set.values.nbytes
+        if predicts and predicts_blocks(cache.state.config):
+            total += layer.summaries.nbytes * (context // BLOCK) // layer.summaries.vectors.shape[2]
+    return total
 
 
 def random_model(shape: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -147,52 +188,6 @@ def filled(
     return cache
 
 
-@contextmanager
-def forced_misses(on: bool) -> Iterator[None]:
-    """Scores are made as always, then replaced by chance, one of CHANCES drawn in turn: what is predicted is anything,
-    and C of it are fetched. What closes after the first step is not predicted."""
-    score = Summaries.score
-    drawn: dict[int, torch.Tensor] = {}
-    turns: dict[str, Any] = {}
-
-    def chance(self: Summaries, query: Any, closed: Any, *rest: Any) -> torch.Tensor:
-        scores = score(self, query, closed, *rest)
-        if not drawn:
-            turns["next"], turns["first"] = torch.zeros(1, dtype=torch.int64, device=scores.device), id(self)
-        if id(self) not in drawn:
-            rows, heads, most = self.vectors.shape[:3]
-            noise = torch.rand((CHANCES, rows, heads, most), device=scores.device)
-            drawn[id(self)] = noise.masked_fill_(
-                torch.arange(most, device=scores.device) >= closed[:, None, None], -torch.inf
-            )
-        if id(self) == turns["first"]:
-            turns["next"].add_(1).remainder_(CHANCES)
-        return drawn[id(self)][..., : scores.shape[2]].index_select(0, turns["next"])[0]
-
-    try:
-        if on:
-            Summaries.score = chance  # type: ignore[method-assign, assignment]
-        yield
-    finally:
-        Summaries.score = score  # type: ignore[method-assign]
-
-
-@contextmanager
-def parts(predict: bool, transfer: bool) -> Iterator[None]:
-    """Steps without prediction, or with prediction but no transfer: what each adds."""
-    fetch, captured, gather = OasisLayer._fetch, OasisLayer._predict, HostStore.gather
-    try:
-        if not predict:
-            OasisLayer._fetch = lambda self, *args: None  # type: ignore[method-assign]
-            OasisLayer._predict = lambda self, *args: None  # type: ignore[method-assign]
-        if not transfer:
-            HostStore.gather = lambda self, *args: None  # type: ignore[method-assign]
-        yield
-    finally:
-        OasisLayer._fetch, OasisLayer._predict = fetch, captured  # type: ignore[method-assign]
-        HostStore.gather = gather  # type: ignore[method-assign]
-
-
 class _Timed:
     """A graph whose replays are timed. times: their events."""
 
@@ -240,15 +235,18 @@ def step_ms(model: Any, cache: OasisCache, steps: int) -> tuple[float, float]:
 
 def bench(
     model: Any, rows: int, context: int, steps: int = 30, pool_gib: float = 4, graphs: bool = True,
-    compiled: bool = True, parts_of: Sequence[str] = ("model", "prediction", "whole"), **knobs: Any,
+    compiled: bool = True, parts_of: Sequence[str] = ("model", "prediction", "whole"),
+    shares: Sequence[float] | None = None, **knobs: Any,
 ) -> list[Reading]:  # fmt: skip
-    """Readings of the step whole, without its transfer, and without prediction."""
+    """Readings of the step whole, without its transfer, and without prediction. shares: as in `fetches_of`."""
     readings = []
     for part in parts_of:
         what, predict, transfer = STEPS[part]
         config = OasisConfig(graphs=graphs, compile_after=0 if compiled else None, **knobs)
-        with forced_misses(True), parts(predict, transfer):
-            readings.append(_reading(what, model, config, rows, context, steps, pool_gib))
+        with forced_misses(True), fetches_of(shares), parts(predict, transfer):
+            readings.append(_reading(what, model, config, rows, context, steps, pool_gib, predict))
+            if shares is not None:
+                readings[-1].bytes = round(readings[-1].bytes * mean_fetched(shares) / (len(shares) - 1))
     return readings
 
 
@@ -261,14 +259,15 @@ def dense(
         budget=context + DENSE_ROOM, lookahead="none", graphs=graphs, compile_after=0 if compiled else None,
         tokens_per_summary=16,
     )  # fmt: skip
-    return _reading("dense, all on the GPU", model, config, rows, context, steps, pool_gib)
+    return _reading("dense, all on the GPU", model, config, rows, context, steps, pool_gib, False)
 
 
 def _reading(
-    what: str, model: Any, config: OasisConfig, rows: int, context: int, steps: int, pool_gib: float
+    what: str, model: Any, config: OasisConfig, rows: int, context: int, steps: int, pool_gib: float, predicts: bool
 ) -> Reading:
     cache = filled(model, config, rows, context, pool_gib)
     before = int(cache.stats()["fetched"].sum())
+    read = hbm_bytes(model, cache, context, predicts)
     ms, call_ms = step_ms(model, cache, steps)
     moved = (int(cache.stats()["fetched"].sum()) - before) * cache.state.block_bytes // (steps + WARM)
     graph = f"none: {cache.graphs.refused}" if cache.graphs.refused else "compiled layers"
@@ -276,7 +275,7 @@ def _reading(
         graph = f"stock layers{': ' + cache.graphs.unfused if cache.graphs.unfused else ''}"
     del cache
     torch.cuda.empty_cache()
-    return Reading(what, rows, ms, call_ms, moved, graph)
+    return Reading(what, rows, ms, call_ms, moved, graph, read)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -294,32 +293,44 @@ def main(args: argparse.Namespace) -> int:
         budget=args.budget, fetch_ratio=args.fetch_ratio, lookahead=args.lookahead,
         tokens_per_summary=args.tokens_per_summary,
     )  # fmt: skip
-    OasisConfig(**knobs)  # refused before anything is made
+    cap = OasisConfig(**knobs).fetch_cap(OasisConfig(**knobs).slots)  # refused before anything is made
+    shares = None if args.trace is None else traced(args.trace, cap)
     if not torch.cuda.is_available():
         raise ConfigError("oasis-hf bench needs a CUDA device: times of the reference path on a CPU say nothing.")
+    ceilings = Ceilings.measured()
     model = random_model(args.shape)
     title = f"{args.shape}, {args.context:,} tokens a row, budget {args.budget:,}, {args.lookahead}, random weights"
     table = Table(title=title)
-    for column in ("rows", "a step of", "ms", "as called", "tokens/s", "over the link, MB", "link, GB/s", "graph"):
+    for column in (
+        "rows", "a step of", "ms", "as called", "tokens/s", "over the link, MB", "link, GB/s", "floor, ms", "of floor",
+        "graph",
+    ):  # fmt: skip
         table.add_column(column, justify="left" if column in ("a step of", "graph") else "right")
     readings: list[Reading] = []
     how: dict[str, Any] = dict(graphs=not args.eager, compiled=not args.no_compile)
     for rows in args.rows:
-        readings += bench(model, rows, args.context, args.steps, **how, **knobs)
+        readings += bench(model, rows, args.context, args.steps, shares=shares, **how, **knobs)
     for rows in args.dense_rows:
         readings.append(dense(model, rows, args.context, args.steps, **how))
     for one in readings:
         table.add_row(
             str(one.rows), one.what, f"{one.ms:.2f}", f"{one.call_ms:.2f}", f"{one.tokens_per_second:,.0f}",
-            f"{one.bytes / 1e6:,.1f}", f"{one.link / 1e9:.1f}", one.graph,
+            f"{one.bytes / 1e6:,.1f}", f"{one.link / 1e9:.1f}", f"{one.floor_ms(ceilings):.2f}",
+            f"{one.floor_ms(ceilings) / one.ms:.0%}", one.graph,
         )  # fmt: skip
     Console(width=130).print(table)
     if args.json:
-        rows_out = [{**asdict(one), "tokens_per_second": one.tokens_per_second} for one in readings]
+        rows_out = [
+            {**asdict(one), "tokens_per_second": one.tokens_per_second, "floor_ms": one.floor_ms(ceilings)}
+            for one in readings
+        ]
         told = {
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
             "oasis_hf": __version__, "shape": args.shape, "context": args.context, **knobs,
+            "ceilings": asdict(ceilings),
         }  # fmt: skip
-        args.json.write_text(json.dumps({**told, "forced_misses": True, "rows": rows_out}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({**told, "forced_misses": shares is None, "trace": shares, "rows": rows_out}, indent=1) + "\n"
+        )
     return 0

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--lookahead", default="draft", help="as the knob (default: draft)")
     bench.add_argument("--tokens-per-summary", type=int, default=8, help="16, 8 or 4 (default: 8)")
     bench.add_argument("--steps", type=int, default=30, help="timed steps (default: 30)")
+    bench.add_argument("--trace", type=Path, help="how many blocks are fetched, from eval/traces.py (default: the cap)")
     bench.add_argument("--eager", action="store_true", help="without CUDA graphs")
     bench.add_argument("--no-compile", action="store_true", help="graphs of the layers as they are")
     bench.add_argument(

@@ -50,3 +50,51 @@ def test_parts_leave_out_what_they_say_and_come_back(model):
 def test_a_reading_divides_rightly():
     one = bench.Reading("step", rows=10, ms=5.0, call_ms=6.0, bytes=100_000_000, graph="")
     assert one.tokens_per_second == 2000 and one.link == 20e9
+
+
+def test_the_floor_is_the_slower_of_memory_and_link():
+    ceilings = bench.Ceilings(hbm=4e12, link=50e9)
+    one = bench.Reading("step", rows=10, ms=5.0, call_ms=6.0, bytes=100_000_000, graph="", hbm_bytes=4_000_000_000)
+    assert one.floor_ms(ceilings) == pytest.approx(2.0)
+    assert bench.Reading("step", 10, 5.0, 6.0, 100_000_000, "", 8_000_000_000_000).floor_ms(ceilings) == 2000
+
+
+def test_bytes_that_a_step_must_read(model):
+    cache = bench.filled(model, OasisConfig(budget=160), 2, 1000, 0.01)
+    weights = sum(weight.nbytes for weight in model.parameters())
+    embedding = model.get_input_embeddings().weight
+    if model.get_output_embeddings().weight is not embedding:
+        weights -= embedding.nbytes
+    layers, heads, dim = len(cache.sparse_layers), 2, 64
+    slots = 2 * layers * 2 * heads * (8 + 160) * dim * 4
+    assert bench.hbm_bytes(model, cache, 1000, predicts=False) == weights + slots
+    vectors = layers * 2 * heads * (1000 // 16) * 2 * 2 * (dim + 2)
+    assert bench.hbm_bytes(model, cache, 1000, predicts=True) == pytest.approx(weights + slots + vectors, rel=1e-6)
+
+
+def test_a_trace_says_how_many_of_the_selected_blocks_move(model, monkeypatch):
+    from oasis_hf.store import HostStore
+
+    plain, moved = HostStore.gather, []
+    monkeypatch.setattr(
+        HostStore, "gather",
+        lambda self, layer, keys, values, block, slot: moved.append((block >= 0).sum(2)) or plain(
+            self, layer, keys, values, block, slot
+        ),
+    )  # fmt: skip
+    shares = [0.25, 0.5, 0.0, 0.25]
+    cache = bench.filled(model, OasisConfig(budget=160, fetch_ratio=3 / 9), 16, 2000, 0.01)
+    with bench.forced_misses(True), bench.fetches_of(shares):
+        steps(model, cache, 8)
+    counts = torch.cat(moved).flatten().bincount(minlength=4)
+    assert counts[2] == 0 and counts.sum() == 16 * 8 * 4 * 2
+    assert (counts / counts.sum() - torch.tensor(shares)).abs().max() < 0.1
+    assert bench.mean_fetched(shares) == 1.25
+
+
+def test_a_trace_without_this_cap_is_refused(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text('{"rows": [{"cap": 3, "shares": [0.5, 0.2, 0.2, 0.1]}]}')
+    assert bench.traced(path, 3) == [0.5, 0.2, 0.2, 0.1]
+    with pytest.raises(bench.ConfigError, match="no trace with a cap of 6"):
+        bench.traced(path, 6)
