@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import ops
-from .config import BLOCK, TAIL
+from .config import BLOCK
+from .lookahead import draft_rows
 from .pipeline import Pipeline
 from .state import State, Step
 from .stats import Counters
@@ -19,7 +20,7 @@ class CapturedSteps:
     """What `OasisLayer` does in a step that is captured.
 
     Attributes:
-        queries: `[B, Hq, W + TAIL, D]`, the layer's `recent` queries in front, the last step's drafts' behind them.
+        queries: `[B, Hq, W + drafts, D]`, the layer's `recent` queries in front, the last step's drafts' behind them.
         plan: what the last step selected; a late layer's is transferred by the next one.
     """
 
@@ -102,7 +103,7 @@ class CapturedSteps:
         assert self.recent is not None
         rows, heads, window, dim = self.recent.shape
         if self.queries is None or self.queries.shape[:2] != (rows, heads):
-            self.queries = self.recent.new_zeros((rows, heads, window + TAIL, dim))
+            self.queries = self.recent.new_zeros((rows, heads, window + draft_rows(self.state.config), dim))
         if self._window is None or self._window.data_ptr() != self.queries.data_ptr():
             self._window = self.queries[:, :, :window]
         if self.recent is not self._window:
