@@ -33,6 +33,11 @@ class FusionError(RuntimeError):
     """These layers can't be compiled; the message says why."""
 
 
+def first_line(error: BaseException) -> str:
+    """Of its message, which may have none."""
+    return next(iter(str(error).strip().splitlines()), "no reason given")
+
+
 def _layer(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, index: torch.Tensor, scaling: float | None,
     sinks: torch.Tensor | None,
@@ -188,7 +193,7 @@ class FusedLayers:
                     try:
                         self._forward(layer, args, kwargs)
                     except Exception as error:  # dynamo and inductor raise what they like
-                        self.failed = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                        self.failed = f"{type(error).__name__}: {first_line(error)}"
                     finally:
                         _trying.reset(token)
                 return type(layer).forward(layer, *args, **kwargs)  # type: ignore[operator]

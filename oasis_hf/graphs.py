@@ -18,7 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .capturable import cannot_hold, hooked
-from .fused import FusedLayers, FusionError, fused_layers, joined
+from .fused import FusedLayers, FusionError, first_line, fused_layers, joined
 from .ops import cuda
 from .pipeline import Pipeline
 from .spans import span
@@ -208,7 +208,7 @@ class StepGraphs:
             have = self.captured[shape] = self._capture(cache, forward, call, step, place + extra, layers, name)
         except RuntimeError as error:
             # Nothing has run: the step is still to be done.
-            why = f"it could not be captured ({str(error).splitlines()[0]})"
+            why = f"it could not be captured ({first_line(error)})"
             if layers is not None:
                 self.unfused = why
             else:
@@ -221,7 +221,7 @@ class StepGraphs:
         try:
             return fused_layers(cache.model)
         except (FusionError, torch.OutOfMemoryError) as error:
-            self.unfused = str(error).splitlines()[0]
+            self.unfused = first_line(error)
             logger.info("layers are captured as they are: %s", self.unfused)
             return None
 
