@@ -15,10 +15,10 @@ def cannot_hold(cache: "OasisCache") -> str | None:
     """Why these layers' steps can't be captured."""
     config = cache.state.config
     for layer in cache.layers:
-        if not isinstance(layer, OasisLayer):
-            return "the model has sliding-window layers"
         if layer.device != cache.device:
             return "layers are on several devices"
+        if not isinstance(layer, OasisLayer):
+            continue
         if not cuda.serves(layer.working_set.keys):
             return "the compiled operators don't serve this model's dtype and head_dim here"
         pages = layer.store.device_pages(layer.index)

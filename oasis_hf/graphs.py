@@ -21,6 +21,7 @@ from .capturable import cannot_hold, hooked
 from .fused import FusedLayers, FusionError, first_line, fused_layers, joined
 from .ops import cuda
 from .pipeline import Pipeline
+from .sliding import SlidingLayer
 from .spans import span
 from .state import Step
 from .tail import Tail
@@ -153,6 +154,9 @@ class StepGraphs:
             step.tail.tokens, step.tail.positions = have.tail.tokens, have.tail.positions
         for layer, draft in zip(cache.sparse_layers, have.drafts):
             layer.draft_queries = draft
+        for layer in cache.layers:
+            if isinstance(layer, SlidingLayer):
+                layer.ran(step)
         return _returned(have, cache)
 
     def _graph(
@@ -350,8 +354,8 @@ def _place(cache: "OasisCache") -> list[Any]:
     state = cache.state
     weight = next(cache.model.parameters())
     place: list[Any] = [(RemovableHandle.next_id, weight.data_ptr()), joined(cache.model)]
-    place.append(state.need_rows().lengths(cache.device))
-    for layer in cache.sparse_layers:
+    place += [state.need_rows().lengths(cache.device), state.need_rows().columns_on(cache.device)]
+    for layer in cache.layers:
         place += layer.place()
     return place
 

@@ -22,6 +22,7 @@ class Rows:
         self.columns = 0
         self.tokens = [0] * batch
         self._device: dict[torch.device, torch.Tensor] = {}
+        self._columns: dict[torch.device, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -41,15 +42,25 @@ class Rows:
             self._device[device] = tokens.to(device, non_blocking=True)
         return self._device[device]
 
+    def columns_on(self, device: torch.device) -> torch.Tensor:
+        """`columns` as an int64 scalar on a device; kept and advanced as `lengths` are."""
+        if device not in self._columns:
+            self._columns[device] = torch.tensor(self.columns, device=device)
+        return self._columns[device]
+
+    def _forget_device(self) -> None:
+        self._device.clear()
+        self._columns.clear()
+
     def resync(self) -> None:
         """The device's lengths are made anew from the host's."""
-        self._device.clear()
+        self._forget_device()
 
     def extend(self, valid: torch.Tensor) -> None:
         """New columns. valid: `[B, q]` bool on the host."""
         self._set_valid(torch.cat((self.valid, valid), 1))
         self.tokens = [n + new for n, new in zip(self.tokens, valid.sum(1).tolist())]
-        self._device.clear()
+        self._forget_device()
 
     def advance(self, count: int, on_device: bool = True) -> None:
         """`count` real tokens more in every row; the device's lengths are advanced in place, unless they are
@@ -58,8 +69,9 @@ class Rows:
         if self.columns > self._room.shape[1]:
             self._room = torch.cat((self._room, self._room.new_ones((len(self), max(self.columns, 64)))), 1)
         self.tokens = [n + count for n in self.tokens]
-        for lengths in self._device.values() if on_device else ():
-            lengths.add_(count)
+        if on_device:
+            for known in (*self._device.values(), *self._columns.values()):
+                known.add_(count)
 
     def crop(self, count: int) -> None:
         """Drop the last `count` columns."""
@@ -77,7 +89,7 @@ class Rows:
     def _set(self, valid: torch.Tensor) -> None:
         self._set_valid(valid.clone())
         self.tokens = valid.sum(1).tolist()
-        self._device.clear()
+        self._forget_device()
 
     def select(self, index: list[int]) -> None:
         self._set(self.valid[index])

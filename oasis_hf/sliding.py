@@ -121,17 +121,18 @@ class SlidingLayer(CacheLayerMixin):
     ) -> torch.Tensor:  # fmt: skip
         rows, heads, count, dim = keys.shape
         entry = torch.arange(count, device=keys.device)
-        at = (step.columns + entry) % self.size
+        columns = self.state.need_rows().columns_on(keys.device)  # a replayed step finds it advanced
+        at = (columns + entry) % self.size
         self.ring_keys.index_copy_(2, at, keys)
         self.ring_values.index_copy_(2, at, values)
         self.real.index_fill_(1, at, True)
-        self.high = max(self.high, step.columns + count)
-        end = step.columns + count - 1
+        self.ran(step)
+        end = columns + count - 1
         position = end - (end - torch.arange(self.size, device=keys.device)) % self.size  # column at each ring place
         # A draft stands behind its parent, which need not be the entry before it.
         depth = step.tail_mask(keys.device).sum(-1) - 1
-        visible = (position < step.columns) & (position >= 0)
-        in_window = position > (step.columns + depth)[:, None] - self.window
+        visible = (position < columns) & (position >= 0)
+        in_window = position > (columns + depth)[:, None] - self.window
         allowed = (visible & in_window)[None] & self.real[:, None]
         tail = step.tail_mask(keys.device)[:, :count] & (depth[:, None] - depth < self.window)
         allowed = allowed.index_copy(2, at, tail.expand(rows, -1, -1))
@@ -141,6 +142,14 @@ class SlidingLayer(CacheLayerMixin):
             sinks = sinks.view(heads, group, 1).expand(-1, -1, count).reshape(1, heads, -1, 1)
         mask = allowed.repeat(1, group, 1).unsqueeze(1)
         return masked_attention(packed, self.ring_keys, self.ring_values, mask, scaling, sinks).reshape(query.shape)
+
+    def ran(self, step: Step) -> None:
+        """What the host knows of a decode step, replayed or not."""
+        self.high = max(self.high, step.columns + step.count + step.drafts)
+
+    def place(self) -> list[torch.Tensor | None]:
+        """All that a captured step touches here."""
+        return [self.ring_keys, self.ring_values, self.real]
 
     def commit(self, entry: int, position: int) -> None:
         """A tail entry that stands `entry` columns behind the step's first is accepted at column `position`."""

@@ -220,6 +220,7 @@ class Stepper:
             if step.pipeline is not None:
                 step.pipeline.predicted()
                 lengths.add_(count)
+                rows.columns_on(cache.device).add_(count)
             return out
 
         out = cache.graphs.run(cache, run, call, step, name)

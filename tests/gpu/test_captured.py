@@ -76,6 +76,23 @@ def test_compiled_layers_give_the_same_within_rounding(model, knobs):  # noqa: F
     assert all("forward" not in layer.__dict__ for layer in model.model.layers)
 
 
+def test_steps_with_sliding_layers_are_captured():
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=96, hidden_size=384, intermediate_size=256, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config).eval().to("cuda", torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    inputs = on_gpu(left_padded([150, 200, 171]))
+    captured, eager = (OasisCache(model, budget=112, compile_after=None, graphs=graphs) for graphs in (True, False))
+    same(*(generate(model, inputs, cache, max_new_tokens=80) for cache in (captured, eager)))
+    assert captured.graphs.refused is None and captured.graphs.replays > 40
+
+
 def test_dense_steps_are_captured_too(model):  # noqa: F811
     inputs = on_gpu(left_padded([21, 50, 33]))
     eager, captured = (OasisCache(model, compile_after=None, graphs=graphs) for graphs in (False, True))
