@@ -85,11 +85,11 @@ def test_steps_with_sliding_layers_are_captured():
         num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, sliding_window=64,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
-    model = Gemma3ForCausalLM(config).eval().to("cuda", torch.bfloat16)
-    model.generation_config.eos_token_id = None
+    sliding = Gemma3ForCausalLM(config).eval().to("cuda", torch.bfloat16)
+    sliding.generation_config.eos_token_id = None
     inputs = on_gpu(left_padded([150, 200, 171]))
-    captured, eager = (OasisCache(model, budget=112, compile_after=None, graphs=graphs) for graphs in (True, False))
-    same(*(generate(model, inputs, cache, max_new_tokens=80) for cache in (captured, eager)))
+    captured, eager = (OasisCache(sliding, budget=112, compile_after=None, graphs=graphs) for graphs in (True, False))
+    same(*(generate(sliding, inputs, cache, max_new_tokens=80) for cache in (captured, eager)))
     assert captured.graphs.refused is None and captured.graphs.replays > 40
 
 
