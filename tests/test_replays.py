@@ -140,3 +140,28 @@ def test_crop_and_go_on(replays, family):
         outs.append(torch.cat(more, 1))
     assert cache.graphs.replays > 30 and torch.equal(*outs)
     assert all(torch.equal(value, cache.stats()[name]) for name, value in eager.stats().items())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@torch.no_grad()
+def test_accepted_drafts_between_replays(replays, family):
+    """Committed drafts change what the next replay finds."""
+    model, text = tiny(family), prompt(2, 200)
+    guess = text.clone()
+    guess[:, 110::7] = (guess[:, 110::7] + 1) % 90 + 3  # drafts that are wrong
+    outs, caches = [], []
+    for graphs in (False, True):
+        cache = OasisCache(
+            model, graphs=graphs, budget=64, speculate=True, draft_tokens=2, drafter=OracleDrafter(guess)
+        )
+        model(text[:, :100], past_key_values=cache)
+        logits = [
+            model(text[:, at : at + 1], position_ids=torch.full((2, 1), at), past_key_values=cache).logits
+            for at in range(100, 180)
+        ]
+        outs.append(torch.cat(logits, 1))
+        caches.append(cache)
+    eager, cache = caches
+    assert torch.equal(*outs) and cache.stepper.skipped == eager.stepper.skipped > 20
+    assert cache.graphs.replays > 15 and cache.graphs.captures <= 3
+    assert all(torch.equal(value, cache.stats()[name]) for name, value in eager.stats().items())
