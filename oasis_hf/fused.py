@@ -7,6 +7,7 @@ layer of the cache: all layers of a kind share one compiled graph, a few seconds
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -91,6 +92,13 @@ class _Once(CustomGraphPass):
         return "oasis_hf.fused._Once.1"
 
 
+@functools.cache
+def _compiled(kind: type) -> Callable[..., Any]:
+    """A kind of layer's forward, compiled once a process for each shape: models and caches come and go."""
+    forward: Callable[..., Any] = kind.forward  # type: ignore[attr-defined]
+    return torch.compile(forward, dynamic=False, fullgraph=True, options={"post_grad_custom_pre_pass": _Once()})
+
+
 class FusedLayers:
     """The decoder layers of one model, and what is compiled of them.
 
@@ -109,7 +117,6 @@ class FusedLayers:
         if any("forward" in layer.__dict__ for layer in self.layers):
             raise FusionError("something else stands in for a layer's forward")
         self.failed: str | None = None
-        self._compiled: dict[type, Callable[..., Any]] = {}
         self._slices: list[tuple[nn.Module, str, nn.Linear, _Slice]] = []
         for layer in self.layers:
             for parent in layer.modules():
@@ -152,16 +159,12 @@ class FusedLayers:
                     linear.bias.data = linear.bias.data.clone()
 
     def _forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind = type(layer)
-        if kind not in self._compiled:
-            self._compiled[kind] = torch.compile(
-                kind.forward, dynamic=False, fullgraph=True, options={"post_grad_custom_pre_pass": _Once()}
-            )
         # The cache would lead dynamo to the layer's number, and each layer to a graph of its own.
         kwargs = {name: None if name in attach.CACHE_NAMES else value for name, value in kwargs.items()}
         limits = {"recompile_limit": SHAPES, "accumulated_recompile_limit": 4 * SHAPES}
         with self._standing_in(), torch._dynamo.config.patch(limits):
-            return self._compiled[kind](layer, *args, **kwargs)
+            kind: Any = type(layer)
+            return _compiled(kind)(layer, *args, **kwargs)
 
     @contextlib.contextmanager
     def _standing_in(self) -> Iterator[None]:

@@ -102,6 +102,18 @@ def test_detach_gives_every_projection_its_own_weight_again(model):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_the_next_cache_finds_its_layers_compiled(model):
+    from torch._dynamo.utils import counters
+
+    from oasis_hf import detach
+
+    first, _ = steps(model, fused_layers(model).placed, 2)
+    counters.clear()
+    detach(model)
+    again, _ = steps(model, fused_layers(model).placed, 2)
+    assert counters["stats"]["unique_graphs"] == 0 and torch.equal(first, again)
+
+
 def test_what_stands_alone_is_left_alone(model):
     class Other(nn.Linear):
         pass
@@ -124,9 +136,11 @@ def test_a_layer_that_cannot_be_compiled_runs_as_it_is_and_says_why(model, monke
         return call
 
     monkeypatch.setattr(torch, "compile", broken)
+    fused._compiled.cache_clear()
     layers = fused_layers(model)
     wanted, eager = steps(model, contextlib.nullcontext, 2)
     got, tried = steps(model, layers.tried, 2)
+    fused._compiled.cache_clear()
     assert layers.failed == f"RuntimeError: {words.splitlines()[0] if words else 'no reason given'}"
     assert torch.equal(got, wanted)
     assert all(torch.equal(value, tried.stats()[name]) for name, value in eager.stats().items())
