@@ -238,7 +238,8 @@ def bench(
     compiled: bool = True, parts_of: Sequence[str] = ("model", "prediction", "whole"),
     shares: Sequence[float] | None = None, **knobs: Any,
 ) -> list[Reading]:  # fmt: skip
-    """Readings of the step whole, without its transfer, and without prediction. shares: as in `fetches_of`."""
+    """Readings of the step whole, without its transfer, and without prediction. shares: as in `fetches_of`;
+    bytes are then what the trace moves on average."""
     readings = []
     for part in parts_of:
         what, predict, transfer = STEPS[part]

@@ -22,7 +22,7 @@ class Pipeline:
     """Two side streams of one capture: `predict` and `transfer`.
 
     Args:
-        device: a CUDA device. late: transfers by layer that the last step left: issued at once, in this order.
+        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:

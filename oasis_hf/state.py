@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -51,17 +51,14 @@ class Step:
     pipeline: Pipeline | None = None
     tick: Callable[[], None] | None = None
     attended: set[int] = field(default_factory=set)
-    _masks: dict[torch.device, torch.Tensor] = field(default_factory=dict)
-    _shared: dict[str, torch.Tensor] = field(default_factory=dict)
-    _moved: dict[tuple[int | str, torch.device], torch.Tensor] = field(default_factory=dict)
+    _shared: dict[Hashable, torch.Tensor] = field(default_factory=dict)
 
     def tail_mask(self, device: torch.device) -> torch.Tensor:
-        if device not in self._masks:
-            assert self.tail is not None
-            self._masks[device] = self.tail.mask(device)
-        return self._masks[device]
+        assert self.tail is not None
+        tail = self.tail
+        return self.once(("tail", device), lambda: tail.mask(device))
 
-    def once(self, what: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def once(self, what: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What all layers of a step need alike, made by the first that asks."""
         if what not in self._shared:
             self._shared[what] = make()
@@ -75,18 +72,15 @@ class Step:
 
     def real(self, device: torch.device) -> torch.Tensor | None:
         """`valid` on a device: moved there once a step, and the host does not wait for it."""
-        return None if self.valid is None else self._there("real", self.valid, device)
+        valid = self.valid
+        return None if valid is None else self.once(("real", device), lambda: valid.to(device, non_blocking=True))
 
     def kept(self, row: int, device: torch.device) -> torch.Tensor | None:
         """Columns of this prefill that are real tokens of a row, or None when all are; on a device, as `real`."""
         if self.valid is None or bool(self.valid[row].all()):
             return None
-        return self._there(row, self.valid[row].nonzero().squeeze(1), device)
-
-    def _there(self, what: int | str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if (what, device) not in self._moved:
-            self._moved[what, device] = tensor.to(device, non_blocking=True)
-        return self._moved[what, device]
+        own = self.valid[row]
+        return self.once((row, device), lambda: own.nonzero().squeeze(1).to(device, non_blocking=True))
 
 
 class State:
