@@ -11,11 +11,14 @@
 // tokens are the rows of the mma, so 8 query rows waste nothing. P goes from one product to the next in registers,
 // transposed by movmatrix. m follows the scores only where one passes it by SLACK (as in FlashAttention-4), mostly in
 // the first tile; the result is the same for any m. Many query rows: a team of 2 or 4 warps shares its tiles and
-// divides the rows; still more rows go to further CTAs, which find the keys in L2.
+// divides the rows; still more rows are chunks of their own, whose keys may still be in L2.
 // What is not visible is never read: cp.async writes zeros there, and P is exactly 0.
-// Few (row, head)s: the stream is split over CTAs, each leaves a partial result in scratch, and the last to arrive
-// merges them, always in the same order.
+// A chunk of query rows of a (row, head) is a unit. The tiles of all units are one line, cut into equal shares, one a
+// CTA, so that all end together whatever the batch (stream-K; a grid of one CTA a unit has a last wave that is mostly
+// empty). Where a unit is cut, each CTA leaves a partial result in scratch, and the last to arrive merges them, always in
+// the same order. As many CTAs as fit at once, but on the SMs of a gather that runs beside (GATHER_CTAS).
 #include <algorithm>
+#include <climits>
 
 #include "device.cuh"
 #include "oasis.h"
@@ -25,8 +28,8 @@ namespace {
 
 constexpr int TILE = 16;          // tokens
 constexpr int STAGES = 3;         // tiles in a warp's ring
-constexpr int MIN_SPLIT = 8;      // tiles a CTA takes at least
-constexpr int MAX_SPLITS = 64;    // partial results that the last CTA merges at most
+constexpr int MIN_SHARE = 8;      // tiles a CTA takes at least
+constexpr int MAX_SHARES = 64;    // CTAs a unit at most: the last one merges what they leave
 constexpr float SLACK = 8.0f;     // in log2: P stays under 256
 
 constexpr int warps(int D) { return D > 128 ? 2 : 4; }
@@ -49,12 +52,17 @@ struct Arguments {
     const bool* tail_mask;
     const float* sinks;
     void* out;
-    int* counters;           // [B*H]
-    float *stats, *partial;  // [B*H, splits, R, 2], m and l, and [B*H, splits, R, D]
+    int* counters;           // [units]
+    float *stats, *partial;  // [units, most_parts, chunk_rows, 2], m and l, and [units, most_parts, chunk_rows, D]
     int64_t q_row, q_head, q_token;
     float scale;  // of q.k, to log2
-    int H, G, T, S, team_warps, chunks, splits;
+    int H, G, T, S, team_warps, chunks, most_parts, total;  // total: tiles of all units
 };
+
+// The CTA that has a tile: CTA i has those from total * i / grid on.
+__device__ __forceinline__ int cta_of(int tile, int total) {
+    return static_cast<int>((static_cast<int64_t>(tile + 1) * gridDim.x - 1) / total);
+}
 
 // There are at most two teams of more than one warp; `mate` is the team's first warp.
 __device__ __forceinline__ void team_sync(int mate, int team_warps) {
@@ -119,23 +127,22 @@ __device__ __forceinline__ void finish(const Arguments& a, int64_t pair, int hea
         pack<E>(sum.o.x * scale, sum.o.y * scale), pack<E>(sum.o.z * scale, sum.o.w * scale)};
 }
 
-// Grid: (splits * chunks of query rows, H, B). NT: tiles of 8 query rows a warp. With lane = 4 * g + t a thread holds
-// rows g and g + 8 (tokens in S^T, dimensions in O^T) and columns 2t and 2t + 1 (query rows) of an mma's result.
+// Tiles begin ... end - 1 of a unit. NT: tiles of 8 query rows a warp. With lane = 4 * g + t a thread holds rows g and
+// g + 8 (tokens in S^T, dimensions in O^T) and columns 2t and 2t + 1 (query rows) of an mma's result.
 template <typename E, int D, int NT>
-__global__ void __launch_bounds__(warps(D) * 32, 2) attend_kernel(const Arguments a) {
+__device__ __forceinline__ void attend_tiles(const Arguments& a, int unit, int begin, int end) {
     constexpr int WARPS = warps(D), STEPS = D / 16, TILE_BYTES = tile_bytes(D);
     extern __shared__ __align__(128) unsigned char shared[];
     uint32_t* visible = reinterpret_cast<uint32_t*>(shared + ring_bytes(D));  // [STAGES, WARPS]
     const uint32_t ring = shared_address(shared);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int member = warp & (a.team_warps - 1), mate = warp - member;  // mate: the team's first warp
-    const int split = blockIdx.x / a.chunks, chunk = blockIdx.x - split * a.chunks, head = blockIdx.y, row = blockIdx.z;
-    const int64_t pair = static_cast<int64_t>(row) * a.H + head;
+    const int64_t pair = unit / a.chunks;
+    const int chunk = unit % a.chunks, row = unit / a.chunks / a.H, head = unit / a.chunks - row * a.H;
     const int R = a.G * a.T, chunk_rows = 8 * NT * a.team_warps;
     const int first_row = chunk * chunk_rows + member * 8 * NT;  // of this warp's query rows
 
     // In round k the CTA has tiles begin + k * WARPS + warp: each warp loads one, and its whole team uses it.
-    const int begin = (a.S + 1) * split / a.splits, end = (a.S + 1) * (split + 1) / a.splits;
     const int rounds = (max(end - begin - mate, 0) + WARPS - 1) / WARPS;
     const int64_t* table = a.table + pair * a.S;
     const int64_t length = __ldg(a.lengths + row);
@@ -276,27 +283,44 @@ __global__ void __launch_bounds__(warps(D) * 32, 2) attend_kernel(const Argument
         for (int k = 0; k < STEPS * 2; ++k) lines[line * MERGE_LINE + k * 8 + g] = o[k / 2][n][c + k % 2 * 2];
     }
     __syncthreads();
-    const int64_t pair_line = pair * a.splits * R;  // the pair's first in scratch
-    for (int item = threadIdx.x; item < min(R - chunk * chunk_rows, chunk_rows) * (D / 4); item += WARPS * 32) {
-        const int in_chunk = item / (D / 4), d = item % (D / 4) * 4, r = chunk * chunk_rows + in_chunk;
+    const int first_tile = unit * (a.S + 1);
+    const int first_cta = cta_of(first_tile, a.total), parts = cta_of(first_tile + a.S, a.total) - first_cta + 1;
+    const int64_t unit_line = static_cast<int64_t>(unit) * a.most_parts * chunk_rows;  // its first in scratch
+    const int items = min(R - chunk * chunk_rows, chunk_rows) * (D / 4);
+    for (int item = threadIdx.x; item < items; item += WARPS * 32) {
+        const int in_chunk = item / (D / 4), d = item % (D / 4) * 4;
         const Partial sum = merge(line_stats + in_chunk * 2, chunk_rows * 2, lines + in_chunk * MERGE_LINE + d,
                                   chunk_rows * MERGE_LINE, LINES / chunk_rows);
-        if (a.splits == 1) {
-            finish<E, D>(a, pair, head, r, d, sum);
+        if (parts == 1) {
+            finish<E, D>(a, pair, head, chunk * chunk_rows + in_chunk, d, sum);
         } else {
-            const int64_t line = pair_line + split * R + r;
+            const int64_t line = unit_line + (blockIdx.x - first_cta) * chunk_rows + in_chunk;
             *reinterpret_cast<float4*>(a.partial + line * D + d) = sum.o;
             if (d == 0) *reinterpret_cast<float2*>(a.stats + line * 2) = {sum.m, sum.l};
         }
     }
-    if (a.splits == 1) return;
+    if (parts == 1) return;
 
-    const bool last = arrives_last(a.counters, pair, a.splits * a.chunks);
-    for (int item = threadIdx.x; last && item < R * (D / 4); item += WARPS * 32) {
-        const int r = item / (D / 4), d = item % (D / 4) * 4;
-        const Partial sum = merge(a.stats + (pair_line + r) * 2, R * 2, a.partial + (pair_line + r) * D + d, R * D,
-                                  a.splits);
-        finish<E, D>(a, pair, head, r, d, sum);
+    const bool last = arrives_last(a.counters, unit, parts);
+    for (int item = threadIdx.x; last && item < items; item += WARPS * 32) {
+        const int in_chunk = item / (D / 4), d = item % (D / 4) * 4;
+        const int64_t line = unit_line + in_chunk;
+        const Partial sum = merge(a.stats + line * 2, chunk_rows * 2, a.partial + line * D + d, chunk_rows * D, parts);
+        finish<E, D>(a, pair, head, chunk * chunk_rows + in_chunk, d, sum);
+    }
+}
+
+// Grid: one CTA a share of the tiles.
+template <typename E, int D, int NT>
+__global__ void __launch_bounds__(warps(D) * 32, 2) attend_kernel(const Arguments a) {
+    const unsigned tiles = a.S + 1;
+    unsigned at = static_cast<int64_t>(a.total) * blockIdx.x / gridDim.x;
+    const unsigned stop = static_cast<int64_t>(a.total) * (blockIdx.x + 1) / gridDim.x;
+    while (at < stop) {
+        const unsigned unit = at / tiles, begin = at - unit * tiles, end = min(begin + stop - at, tiles);
+        attend_tiles<E, D, NT>(a, unit, begin, end);
+        at = unit * tiles + end;
+        __syncthreads();  // the next tiles are loaded to where the lines were merged
     }
 }
 
@@ -315,12 +339,14 @@ Kernel kernel_of(int D) {
 }
 
 struct Plan {
-    int row_tiles, team_warps, chunks, splits = 1;  // row_tiles: NT
-    int64_t lines;                                  // of scratch
+    int row_tiles, team_warps, chunk_rows, chunks, ctas, most_parts;  // row_tiles: NT
+    int64_t units, total;
+
+    int64_t counters() const { return round_up(units * 4); }
+    int64_t lines() const { return units * most_parts * chunk_rows; }  // of scratch
 };
 
-// Query rows go to the warps of a team first, then to further CTAs; the stream is split into as few parts as fill the
-// last wave of CTAs well.
+// Query rows go to the warps of a team first, then to further chunks.
 cudaError_t make_plan(int B, int H, int G, int T, int S, int D, Plan& plan) {
     if (kernel_of<__half, 1>(D) == nullptr || std::min({B, H, G, T}) < 1 || T > TAIL || S < 0 || S > (1 << 24) ||
         std::max(B, H) > 65535 || G > (1 << 16)) {
@@ -330,31 +356,35 @@ cudaError_t make_plan(int B, int H, int G, int T, int S, int D, Plan& plan) {
     plan.row_tiles = R <= 8 ? 1 : 2;
     plan.team_warps = 1;
     while (plan.team_warps < warps(D) && plan.team_warps * plan.row_tiles * 8 < R) plan.team_warps *= 2;
-    const int chunk_rows = plan.team_warps * plan.row_tiles * 8;
-    plan.chunks = (R + chunk_rows - 1) / chunk_rows;
+    plan.chunk_rows = plan.team_warps * plan.row_tiles * 8;
+    plan.chunks = (R + plan.chunk_rows - 1) / plan.chunk_rows;
+    plan.units = static_cast<int64_t>(B) * H * plan.chunks;
+    plan.total = plan.units * (S + 1);
+    if (plan.total >= INT_MAX) return cudaErrorInvalidValue;
 
     Limits limits;
     const cudaError_t error = read_limits(limits);
     if (error != cudaSuccess) return error;
-    const int64_t wave = static_cast<int64_t>(limits.sms) * std::max(1, limits.sm_shared / (shared_bytes(D) + 1024));
-    const int64_t ctas = static_cast<int64_t>(B) * H * plan.chunks;
-    double best = 0;
-    for (int splits = 1; splits == 1 || (splits <= MAX_SPLITS && splits * MIN_SPLIT <= S + 1); ++splits) {
-        const double filled = double(ctas * splits) / double((ctas * splits + wave - 1) / wave * wave);
-        if (filled > best * 1.05) best = filled, plan.splits = splits;
-    }
-    plan.lines = plan.splits == 1 ? 0 : static_cast<int64_t>(B) * H * plan.splits * R;
+    const int sms = limits.sms > 2 * GATHER_CTAS ? limits.sms - GATHER_CTAS : limits.sms;
+    const int64_t at_once = static_cast<int64_t>(sms) * std::max(1, limits.sm_shared / (shared_bytes(D) + 1024));
+    const int64_t most = std::min({at_once, plan.total / MIN_SHARE, plan.units * MAX_SHARES});
+    plan.ctas = static_cast<int>(std::max(int64_t(1), most));
+    const int64_t share = plan.total / plan.ctas;  // of the CTA that has least
+    plan.most_parts = static_cast<int>((S + share - 1) / share) + 1;
     return cudaSuccess;
 }
 
 }  // namespace
 
-int64_t attend_counters(int B, int H) { return round_up(static_cast<int64_t>(B) * H * 4); }
+int64_t attend_counters(int B, int H, int G, int T, int S, int D) {
+    Plan plan;
+    return make_plan(B, H, G, T, S, D, plan) == cudaSuccess ? plan.counters() : 0;
+}
 
 int64_t attend_scratch(int B, int H, int G, int T, int S, int D) {
     Plan plan;
-    if (make_plan(B, H, G, T, S, D, plan) != cudaSuccess) return attend_counters(B, H);
-    return attend_counters(B, H) + round_up(plan.lines * 8) + plan.lines * D * 4;
+    if (make_plan(B, H, G, T, S, D, plan) != cudaSuccess) return 0;
+    return plan.counters() + round_up(plan.lines() * 8) + plan.lines() * D * 4;
 }
 
 cudaError_t attend(const void* query, int64_t q_row, int64_t q_head, int64_t q_token, const void* keys,
@@ -370,16 +400,17 @@ cudaError_t attend(const void* query, int64_t q_row, int64_t q_head, int64_t q_t
         misaligned(scratch, 16)) {
         return cudaErrorInvalidValue;
     }
-    char* after_counters = static_cast<char*>(scratch) + attend_counters(B, H);
+    char* after_counters = static_cast<char*>(scratch) + plan.counters();
     const Arguments arguments = {
         query, keys, values, table, lengths, tail_mask, sinks, out, static_cast<int*>(scratch),
-        reinterpret_cast<float*>(after_counters), reinterpret_cast<float*>(after_counters + round_up(plan.lines * 8)),
-        q_row, q_head, q_token, scaling * LOG2E, H, G, T, S, plan.team_warps, plan.chunks, plan.splits};
+        reinterpret_cast<float*>(after_counters), reinterpret_cast<float*>(after_counters + round_up(plan.lines() * 8)),
+        q_row, q_head, q_token, scaling * LOG2E, H, G, T, S, plan.team_warps, plan.chunks, plan.most_parts,
+        static_cast<int>(plan.total)};
     const bool one = plan.row_tiles == 1;
     const Kernel kernel = dtype == Dtype::bf16
                               ? (one ? kernel_of<__nv_bfloat16, 1>(D) : kernel_of<__nv_bfloat16, 2>(D))
                               : (one ? kernel_of<__half, 1>(D) : kernel_of<__half, 2>(D));
-    return launch(kernel, dim3(plan.splits * plan.chunks, H, B), warps(D) * 32, shared_bytes(D), arguments, stream);
+    return launch(kernel, dim3(plan.ctas), warps(D) * 32, shared_bytes(D), arguments, stream);
 }
 
 }  // namespace oasis

@@ -14,6 +14,12 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t ANY = -1;
 
+// A ValueError of Python's with this message unless `ok`. Not torch's own error, which first walks the stack.
+#define REQUIRE(ok, ...)                                                  \
+    do {                                                                  \
+        if (!(ok)) throw pybind11::value_error(c10::str(__VA_ARGS__));    \
+    } while (0)
+
 cudaStream_t as_stream(int64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
 std::string describe(const Tensor& t) {
@@ -39,16 +45,16 @@ void check_shape(const char* op, const char* name, const Tensor& t, c10::ArrayRe
     bool ok = std::find(types.begin(), types.end(), t.scalar_type()) != types.end() &&
               t.dim() == static_cast<int64_t>(shape.size());
     for (size_t i = 0; ok && i < shape.size(); ++i) ok = shape[i] == ANY || t.size(i) == shape[i];
-    TORCH_CHECK_VALUE(ok, "oasis_hf.", op, ": `", name, "` must be ", wanted(types, shape), ", not ", describe(t), ".");
+    REQUIRE(ok, "oasis_hf.", op, ": `", name, "` must be ", wanted(types, shape), ", not ", describe(t), ".");
 }
 
 void rank(const char* op, const char* name, const Tensor& t, int64_t dims) {
-    TORCH_CHECK_VALUE(t.dim() == dims, "oasis_hf.", op, ": `", name, "` must have ", dims, " dimensions, not ",
-                      describe(t), ".");
+    REQUIRE(t.dim() == dims, "oasis_hf.", op, ": `", name, "` must have ", dims, " dimensions, not ",
+            describe(t), ".");
 }
 
 const Tensor& given(const char* op, const OptionalTensor& scales) {
-    TORCH_CHECK_VALUE(scales.has_value(), "oasis_hf.", op, ": `scales` must be given with int8 summaries.");
+    REQUIRE(scales.has_value(), "oasis_hf.", op, ": `scales` must be given with int8 summaries.");
     return *scales;
 }
 
@@ -59,8 +65,8 @@ class Checker {
     Checker(const char* op, const Tensor& first, const char* name) : op_(op), name_(name), device_(first.device()) {}
 
     void on_gpu() const {
-        TORCH_CHECK_VALUE(device_.is_cuda(), "oasis_hf.", op_, ": `", name_, "` must be on a CUDA device, not ",
-                          device_, ".");
+        REQUIRE(device_.is_cuda(), "oasis_hf.", op_, ": `", name_, "` must be on a CUDA device, not ",
+                device_, ".");
     }
 
     // Any strides, but the last dimension is contiguous and everything starts and steps in units of 16 bytes.
@@ -70,16 +76,16 @@ class Checker {
         bool aligned = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 && t.stride(-1) == 1;
         for (int64_t i = 0; i + 1 < t.dim(); ++i)
             aligned = aligned && (t.size(i) == 1 || t.stride(i) * t.element_size() % 16 == 0);
-        TORCH_CHECK_VALUE(aligned, "oasis_hf.", op_, ": `", name,
-                          "` must have a contiguous last dimension and strides in units of 16 bytes, not strides ",
-                          t.strides(), ".");
+        REQUIRE(aligned, "oasis_hf.", op_, ": `", name,
+                "` must have a contiguous last dimension and strides in units of 16 bytes, not strides ",
+                t.strides(), ".");
     }
 
     void dense(const Tensor& t, const char* name, c10::ArrayRef<ScalarType> types, at::IntArrayRef shape) const {
         check_shape(op_, name, t, types, shape);
         on_device(t, name);
-        TORCH_CHECK_VALUE(t.is_contiguous(), "oasis_hf.", op_, ": `", name, "` must be contiguous, not strides ",
-                          t.strides(), ".");
+        REQUIRE(t.is_contiguous(), "oasis_hf.", op_, ": `", name, "` must be contiguous, not strides ",
+                t.strides(), ".");
     }
 
     // Memory that the device reads through its host address: pinned, or its own.
@@ -89,13 +95,13 @@ class Checker {
         cudaPointerAttributes attributes{};
         bool pinned = t.numel() == 0 || (cudaPointerGetAttributes(&attributes, t.data_ptr()) == cudaSuccess &&
                                          attributes.type != cudaMemoryTypeUnregistered);
-        TORCH_CHECK_VALUE(pinned, "oasis_hf.", op_, ": `", name, "` must be pinned or on the device, not pageable.");
+        REQUIRE(pinned, "oasis_hf.", op_, ": `", name, "` must be pinned or on the device, not pageable.");
     }
 
   private:
     void on_device(const Tensor& t, const char* name) const {
-        TORCH_CHECK_VALUE(t.device() == device_, "oasis_hf.", op_, ": `", name, "` must be on ", device_, ", not ",
-                          t.device(), ".");
+        REQUIRE(t.device() == device_, "oasis_hf.", op_, ": `", name, "` must be on ", device_, ", not ",
+                t.device(), ".");
     }
 
     const char *op_, *name_;
@@ -116,22 +122,24 @@ oasis::Dtype dtype_of(const Tensor& t) {
 
 oasis::Scorer scorer_of(const char* op, const std::string& name) {
     if (name == "minmax") return oasis::Scorer::minmax;
-    TORCH_CHECK_VALUE(name == "midrange", "oasis_hf.", op, ": `scorer` must be 'minmax' or 'midrange', not '", name,
-                      "'.");
+    REQUIRE(name == "midrange", "oasis_hf.", op, ": `scorer` must be 'minmax' or 'midrange', not '", name,
+            "'.");
     return oasis::Scorer::midrange;
 }
 
 oasis::Reduction reduction_of(const char* op, const std::string& name) {
     if (name == "max") return oasis::Reduction::max;
     if (name == "mean") return oasis::Reduction::mean;
-    TORCH_CHECK_VALUE(name == "softmax-mean", "oasis_hf.", op,
-                      ": `reduction` must be 'max', 'mean' or 'softmax-mean', not '", name, "'.");
+    REQUIRE(name == "softmax-mean", "oasis_hf.", op,
+            ": `reduction` must be 'max', 'mean' or 'softmax-mean', not '", name, "'.");
     return oasis::Reduction::softmax_mean;
 }
 
 void launched(const char* op, cudaError_t error) {
-    TORCH_CHECK(error == cudaSuccess, "oasis_hf.", op, ": ", cudaGetErrorString(error),
-                error == cudaErrorInvalidValue ? " (a size that the operator does not take)" : "", ".");
+    const bool size = error == cudaErrorInvalidValue;
+    if (error == cudaSuccess) return;
+    throw std::runtime_error(c10::str("oasis_hf.", op, ": ", cudaGetErrorString(error),
+                                      size ? " (a size that the operator does not take)" : "", "."));
 }
 
 template <typename T>
@@ -147,17 +155,17 @@ void summarize(const Tensor& keys, const std::string& scorer, int64_t parts, con
     rank(op, "out", out, 5);
     int64_t outer = keys.size(0), blocks = keys.size(1), dim = keys.size(-1);
     check.strided(keys, "keys", kModel, {ANY, ANY, oasis::BLOCK, ANY});
-    TORCH_CHECK_VALUE(blocks == 1 || keys.stride(1) == oasis::BLOCK * keys.stride(2), "oasis_hf.", op,
-                      ": `keys` must have one stride for all tokens, not strides ", keys.strides(), ".");
+    REQUIRE(blocks == 1 || keys.stride(1) == oasis::BLOCK * keys.stride(2), "oasis_hf.", op,
+            ": `keys` must have one stride for all tokens, not strides ", keys.strides(), ".");
     bool int8 = out.scalar_type() == ScalarType::Char;
     const ScalarType types[] = {ScalarType::Char, keys.scalar_type()};
     check.strided(out, "out", types, {outer, blocks, parts, 2, dim});
     if (int8) {
         const Tensor& t = given(op, scales);
         check_shape(op, "scales", t, kHalf, {outer, blocks, parts, 2});
-        TORCH_CHECK_VALUE(t.stride(3) == 1 && (parts == 1 || t.stride(2) == 2) &&
-                              (blocks == 1 || t.stride(1) == 2 * parts),
-                          "oasis_hf.summarize: `scales` must have contiguous blocks, not strides ", t.strides(), ".");
+        REQUIRE(t.stride(3) == 1 && (parts == 1 || t.stride(2) == 2) &&
+                    (blocks == 1 || t.stride(1) == 2 * parts),
+                "oasis_hf.summarize: `scales` must have contiguous blocks, not strides ", t.strides(), ".");
     }
     check.on_gpu();
     launched(op, oasis::summarize(keys.data_ptr(), outer, keys.stride(0), keys.stride(2), blocks, dim, parts,
@@ -177,24 +185,24 @@ void score(const Tensor& query, const Tensor& summaries, const OptionalTensor& s
     int64_t heads = summaries.size(1), blocks = summaries.size(2), parts = summaries.size(3);
     bool int8 = summaries.scalar_type() == ScalarType::Char;
     check.strided(query, "query", kModel, {ANY, ANY, ANY, ANY});
-    TORCH_CHECK_VALUE(query.size(1) % heads == 0, "oasis_hf.score: `query` has ", query.size(1),
-                      " heads, no multiple of the ", heads, " of `summaries`.");
+    REQUIRE(query.size(1) % heads == 0, "oasis_hf.score: `query` has ", query.size(1),
+            " heads, no multiple of the ", heads, " of `summaries`.");
     const ScalarType types[] = {ScalarType::Char, query.scalar_type()};
     check.strided(summaries, "summaries", types, {rows, heads, blocks, parts, 2, dim});
     int64_t cap = heads > 1 ? summaries.stride(1) / (parts * 2 * dim) : std::max<int64_t>(blocks, 1);
     if (heads == 1 && rows > 1) cap = summaries.stride(0) / (parts * 2 * dim);
-    TORCH_CHECK_VALUE(blocks <= 1 || summaries.stride(2) == parts * 2 * dim, "oasis_hf.score: `summaries` must have ",
-                      "contiguous blocks, not strides ", summaries.strides(), ".");
-    TORCH_CHECK_VALUE(rows == 1 || heads == 1 || summaries.stride(0) == heads * summaries.stride(1),
-                      "oasis_hf.score: rows of `summaries` must follow each other, not strides ", summaries.strides(),
-                      ".");
+    REQUIRE(blocks <= 1 || summaries.stride(2) == parts * 2 * dim, "oasis_hf.score: `summaries` must have ",
+            "contiguous blocks, not strides ", summaries.strides(), ".");
+    REQUIRE(rows == 1 || heads == 1 || summaries.stride(0) == heads * summaries.stride(1),
+            "oasis_hf.score: rows of `summaries` must follow each other, not strides ", summaries.strides(),
+            ".");
     if (int8) {
         check_shape(op, "scales", given(op, scales), kHalf, {rows, heads, blocks, parts, 2});
-        TORCH_CHECK_VALUE(scales->device() == query.device(), "oasis_hf.score: `scales` must be on ", query.device());
-        TORCH_CHECK_VALUE((heads == 1 || scales->stride(1) == cap * parts * 2) &&
-                              (rows == 1 || scales->stride(0) == heads * cap * parts * 2),
-                          "oasis_hf.score: `scales` must be laid out as `summaries` are, not strides ",
-                          scales->strides(), ".");
+        REQUIRE(scales->device() == query.device(), "oasis_hf.score: `scales` must be on ", query.device());
+        REQUIRE((heads == 1 || scales->stride(1) == cap * parts * 2) &&
+                    (rows == 1 || scales->stride(0) == heads * cap * parts * 2),
+                "oasis_hf.score: `scales` must be laid out as `summaries` are, not strides ",
+                scales->strides(), ".");
     }
     check.dense(closed, "closed", kLong, {rows});
     check.dense(weights, "weights", kFloat, {rows, tokens});
@@ -202,8 +210,8 @@ void score(const Tensor& query, const Tensor& summaries, const OptionalTensor& s
     int group = query.size(1) / heads;
     int64_t need = oasis::score_scratch(rows, heads, group, tokens, blocks, parts);
     check.dense(scratch, "scratch", kBytes, {ANY});
-    TORCH_CHECK_VALUE(scratch.numel() >= need, "oasis_hf.score: `scratch` must hold ", need, " bytes, not ",
-                      scratch.numel(), ".");
+    REQUIRE(scratch.numel() >= need, "oasis_hf.score: `scratch` must hold ", need, " bytes, not ",
+            scratch.numel(), ".");
     check.on_gpu();
     launched(op, oasis::score(query.data_ptr(), query.stride(0), query.stride(1), query.stride(2),
                               summaries.data_ptr(), pointer<void>(scales), closed.data_ptr<int64_t>(),
@@ -245,31 +253,55 @@ void select_blocks(const Tensor& scores, const Tensor& table, const Tensor& last
 // Slots of a buffer [B, H, TAIL + S*16, D].
 int64_t slots_of(const char* op, const Tensor& keys) {
     int64_t length = keys.size(2) - oasis::TAIL;
-    TORCH_CHECK_VALUE(length >= 0 && length % oasis::BLOCK == 0, "oasis_hf.", op, ": `keys` must hold ", oasis::TAIL,
-                      " tail entries and whole slots of ", oasis::BLOCK, ", not ", keys.size(2), " entries.");
+    REQUIRE(length >= 0 && length % oasis::BLOCK == 0, "oasis_hf.", op, ": `keys` must hold ", oasis::TAIL,
+            " tail entries and whole slots of ", oasis::BLOCK, ", not ", keys.size(2), " entries.");
     return length / oasis::BLOCK;
+}
+
+// A layer an entry of every list; all of them have the first one's shapes.
+void gather_layers(const Tensor& pages, const std::vector<Tensor>& page_table, const std::vector<Tensor>& keys,
+                   const std::vector<Tensor>& values, const std::vector<Tensor>& plan_block,
+                   const std::vector<Tensor>& plan_slot, int64_t ctas, int64_t stream) {
+    const char* op = "gather";
+    const size_t count = keys.size();
+    bool alike = count >= 1 && count <= oasis::GATHER_LAYERS;
+    for (const auto* one : {&page_table, &values, &plan_block, &plan_slot}) alike = alike && one->size() == count;
+    REQUIRE(alike, "oasis_hf.gather: lists must name the same 1 to ", oasis::GATHER_LAYERS, " layers, not ",
+            count, " in `keys`.");
+    Checker check(op, keys[0], "keys");
+    rank(op, "keys", keys[0], 4);
+    rank(op, "plan_block", plan_block[0], 3);
+    rank(op, "page_table", page_table[0], 3);
+    int64_t rows = keys[0].size(0), heads = keys[0].size(1), dim = keys[0].size(-1), slots = slots_of(op, keys[0]);
+    int64_t cap = plan_block[0].size(2);
+    check.dense(keys[0], "keys", kPages, {ANY, ANY, ANY, ANY});
+    const ScalarType own[] = {keys[0].scalar_type()};
+    std::vector<oasis::GatherLayer> layers;
+    for (size_t i = 0; i < count; ++i) {
+        check.dense(keys[i], "keys", own, keys[0].sizes());
+        check.dense(values[i], "values", own, keys[0].sizes());
+        check.reachable(page_table[i], "page_table", kLong, {rows, heads, ANY});
+        REQUIRE(page_table[i].size(2) <= 1 || page_table[i].stride(2) == 1,
+                "oasis_hf.gather: `page_table` must have contiguous blocks, not strides ",
+                page_table[i].strides());
+        REQUIRE(page_table[i].strides() == page_table[0].strides(),
+                "oasis_hf.gather: `page_table` must have the same strides in all layers.");
+        check.dense(plan_block[i], "plan_block", kLong, {rows, heads, cap});
+        check.dense(plan_slot[i], "plan_slot", kLong, {rows, heads, cap});
+        layers.push_back({page_table[i].data_ptr<int64_t>(), keys[i].data_ptr(), values[i].data_ptr(),
+                          plan_block[i].data_ptr<int64_t>(), plan_slot[i].data_ptr<int64_t>()});
+    }
+    check.reachable(pages, "pages", own, {ANY, 2, oasis::BLOCK, dim});
+    REQUIRE(pages.is_contiguous(), "oasis_hf.gather: `pages` must be contiguous.");
+    check.on_gpu();
+    launched(op, oasis::gather(pages.data_ptr(), layers.data(), count, page_table[0].stride(0),
+                               page_table[0].stride(1), rows, heads, slots, cap, dim, keys[0].element_size(), ctas,
+                               as_stream(stream)));
 }
 
 void gather(const Tensor& pages, const Tensor& page_table, const Tensor& keys, const Tensor& values,
             const Tensor& plan_block, const Tensor& plan_slot, int64_t ctas, int64_t stream) {
-    const char* op = "gather";
-    Checker check(op, keys, "keys");
-    rank(op, "keys", keys, 4);
-    int64_t rows = keys.size(0), heads = keys.size(1), dim = keys.size(-1), slots = slots_of(op, keys);
-    check.dense(keys, "keys", kPages, {ANY, ANY, ANY, ANY});
-    check.dense(values, "values", keys.scalar_type(), keys.sizes());
-    check.reachable(pages, "pages", keys.scalar_type(), {ANY, 2, oasis::BLOCK, dim});
-    TORCH_CHECK_VALUE(pages.is_contiguous(), "oasis_hf.gather: `pages` must be contiguous.");
-    check.reachable(page_table, "page_table", kLong, {rows, heads, ANY});
-    TORCH_CHECK_VALUE(page_table.size(2) <= 1 || page_table.stride(2) == 1,
-                      "oasis_hf.gather: `page_table` must have contiguous blocks, not strides ", page_table.strides());
-    check.dense(plan_block, "plan_block", kLong, {rows, heads, ANY});
-    check.dense(plan_slot, "plan_slot", kLong, {rows, heads, plan_block.size(2)});
-    check.on_gpu();
-    launched(op, oasis::gather(pages.data_ptr(), page_table.data_ptr<int64_t>(), page_table.stride(0),
-                               page_table.stride(1), keys.data_ptr(), values.data_ptr(),
-                               plan_block.data_ptr<int64_t>(), plan_slot.data_ptr<int64_t>(), rows, heads, slots,
-                               plan_block.size(2), dim, keys.element_size(), ctas, as_stream(stream)));
+    gather_layers(pages, {page_table}, {keys}, {values}, {plan_block}, {plan_slot}, ctas, stream);
 }
 
 void write_tokens(const Tensor& pages, const Tensor& page_table, const Tensor& keys, const Tensor& values,
@@ -281,12 +313,12 @@ void write_tokens(const Tensor& pages, const Tensor& page_table, const Tensor& k
     check.strided(keys, "keys", kPages, {ANY, ANY, ANY});
     check.strided(values, "values", keys.scalar_type(), keys.sizes());
     check.reachable(pages, "pages", keys.scalar_type(), {ANY, 2, oasis::BLOCK, dim});
-    TORCH_CHECK_VALUE(pages.is_contiguous(), "oasis_hf.write: `pages` must be contiguous.");
+    REQUIRE(pages.is_contiguous(), "oasis_hf.write: `pages` must be contiguous.");
     check.reachable(page_table, "page_table", kLong, {heads, ANY});
-    TORCH_CHECK_VALUE(page_table.size(1) <= 1 || page_table.stride(1) == 1,
-                      "oasis_hf.write: `page_table` must have contiguous blocks, not strides ", page_table.strides());
-    TORCH_CHECK_VALUE(start >= 0 && start + tokens <= page_table.size(1) * oasis::BLOCK, "oasis_hf.write: `start` ",
-                      start, " and ", tokens, " tokens don't fit the ", page_table.size(1), " blocks of `page_table`.");
+    REQUIRE(page_table.size(1) <= 1 || page_table.stride(1) == 1,
+            "oasis_hf.write: `page_table` must have contiguous blocks, not strides ", page_table.strides());
+    REQUIRE(start >= 0 && start + tokens <= page_table.size(1) * oasis::BLOCK, "oasis_hf.write: `start` ",
+            start, " and ", tokens, " tokens don't fit the ", page_table.size(1), " blocks of `page_table`.");
     check.on_gpu();
     launched(op, oasis::write(keys.data_ptr(), keys.stride(0), keys.stride(1), values.data_ptr(), values.stride(0),
                               values.stride(1), start, tokens, page_table.data_ptr<int64_t>(), page_table.stride(0),
@@ -310,15 +342,15 @@ void append(const Tensor& keys, const Tensor& values, const Tensor& table, const
     check.dense(order, "order", kLong, {slots});
     check.strided(new_keys, "new_keys", keys.scalar_type(), {rows, heads, dim});
     check.strided(new_values, "new_values", keys.scalar_type(), {rows, heads, dim});
-    TORCH_CHECK_VALUE(new_keys.strides() == new_values.strides(),
-                      "oasis_hf.append: `new_values` must have the strides of `new_keys`.");
+    REQUIRE(new_keys.strides() == new_values.strides(),
+            "oasis_hf.append: `new_values` must have the strides of `new_keys`.");
     check.dense(step, "step", kLong, {});
     if (fresh) check.dense(*fresh, "fresh", kBool, {rows, heads, slots});
     if (slot) check.dense(*slot, "slot", kLong, {rows, heads});
     if (evicted) check.dense(*evicted, "evicted", kBool, {rows, heads});
     if (wasted) check.dense(*wasted, "wasted", kLong, {heads});
-    TORCH_CHECK_VALUE(pages.has_value() == page_table.has_value(),
-                      "oasis_hf.append: `pages` and `page_table` go together.");
+    REQUIRE(pages.has_value() == page_table.has_value(),
+            "oasis_hf.append: `pages` and `page_table` go together.");
     if (pages) {
         check.reachable(*pages, "pages", keys.scalar_type(), {ANY, 2, oasis::BLOCK, dim});
         check.reachable(*page_table, "page_table", kLong, {rows, heads, ANY});
@@ -356,11 +388,11 @@ void enter(const Tensor& query, const Tensor& new_keys, const Tensor& new_values
     check.strided(new_keys, "new_keys", query.scalar_type(), {rows, heads, tokens, dim});
     check.strided(new_values, "new_values", query.scalar_type(), {rows, heads, tokens, dim});
     check.dense(queries, "queries", query.scalar_type(), {rows, all_heads, ANY, dim});
-    TORCH_CHECK_VALUE(count >= 1 && count <= tokens, "oasis_hf.enter: `count` must be 1 to ", tokens, ", not ", count,
-                      ".");
-    TORCH_CHECK_VALUE(window >= 1 && window + tokens - count <= queries.size(2),
-                      "oasis_hf.enter: `queries` must hold ", window + tokens - count, " lines a head, not ",
-                      queries.size(2), ".");
+    REQUIRE(count >= 1 && count <= tokens, "oasis_hf.enter: `count` must be 1 to ", tokens, ", not ", count,
+            ".");
+    REQUIRE(window >= 1 && window + tokens - count <= queries.size(2),
+            "oasis_hf.enter: `queries` must hold ", window + tokens - count, " lines a head, not ",
+            queries.size(2), ".");
     check.dense(keys, "keys", query.scalar_type(), {rows, ANY, ANY, dim});
     check.dense(values, "values", query.scalar_type(), keys.sizes());
     check.dense(fresh, "fresh", kBool, {rows, heads, slots});
@@ -383,8 +415,8 @@ void attend(const Tensor& query, const Tensor& keys, const Tensor& values, const
     int64_t rows = query.size(0), tokens = query.size(2), dim = query.size(-1);
     int64_t heads = keys.size(1), slots = slots_of(op, keys);
     check.strided(query, "query", kModel, {ANY, ANY, ANY, ANY});
-    TORCH_CHECK_VALUE(query.size(1) % heads == 0, "oasis_hf.attend: `query` has ", query.size(1),
-                      " heads, no multiple of the ", heads, " of `keys`.");
+    REQUIRE(query.size(1) % heads == 0, "oasis_hf.attend: `query` has ", query.size(1),
+            " heads, no multiple of the ", heads, " of `keys`.");
     check.dense(keys, "keys", query.scalar_type(), {rows, heads, ANY, dim});
     check.dense(values, "values", query.scalar_type(), keys.sizes());
     check.dense(table, "table", kLong, {rows, heads, slots});
@@ -395,8 +427,8 @@ void attend(const Tensor& query, const Tensor& keys, const Tensor& values, const
     int group = query.size(1) / heads;
     int64_t need = oasis::attend_scratch(rows, heads, group, tokens, slots, dim);
     check.dense(scratch, "scratch", kBytes, {ANY});
-    TORCH_CHECK_VALUE(scratch.numel() >= need, "oasis_hf.attend: `scratch` must hold ", need, " bytes, not ",
-                      scratch.numel(), ".");
+    REQUIRE(scratch.numel() >= need, "oasis_hf.attend: `scratch` must hold ", need, " bytes, not ",
+            scratch.numel(), ".");
     check.on_gpu();
     launched(op, oasis::attend(query.data_ptr(), query.stride(0), query.stride(1), query.stride(2), keys.data_ptr(),
                                values.data_ptr(), table.data_ptr<int64_t>(), lengths.data_ptr<int64_t>(),
@@ -411,6 +443,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("score", &score);
     m.def("select", &select_blocks);
     m.def("gather", &gather);
+    m.def("gather_layers", &gather_layers);
     m.def("write", &write_tokens);
     m.def("append", &append);
     m.def("enter", &enter);

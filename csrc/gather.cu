@@ -3,163 +3,147 @@
 // Floor: 2*16*D*element bytes a planned pair over the link; no arithmetic. PCIe Gen5 x16 gives about 51 GB/s to a
 // kernel's 128-byte reads, and a read takes about 2 us, so some 110 KB must be on their way at any time.
 //
-// A few CTAs, so that the rest of the GPU keeps computing, and two things that keep the link busy with so few:
-// - Each CTA first turns its share of the plan into a list of moves in shared memory: plan, slot and page of all its
-//   pairs are read at once, so their latencies are paid once and not once a block, and a skipped pair is never a move.
-// - Then each warp takes whole pages, a page in flight at a time: a lane loads up to 16 vectors of 16 bytes before it
-//   stores the first. (A ring of bulk copies by one thread was measured beside it on an H200: no faster at any size.)
+// What it must not do is slow the model beside which it runs (eval/interference.py, eval/decode.py):
+// - A matrix product of a decode step takes all registers and shared memory of an SM, on 128 of an H200's 132, and its
+//   CTAs come in clusters of two on one GPC. So the whole grid is one cluster of four: it takes two such pairs and
+//   leaves 64, where four CTAs that stand alone can break four pairs and make every product run twice as long.
+// - An SM reads about 25 GB/s from the host when nothing else runs, and 15 beside attention: four are enough, two not.
+// - Twelve warps with a page in flight each leave room for a CTA of attend on the same SM.
+// A warp takes 32 pairs of the plan at once, one a lane, so that the latencies of plan, slot and page are paid once for
+// all of them; then piece after piece goes through shared memory, which takes no registers: while one is stored, the
+// next is on its way.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <climits>
 #include <cstdint>
 
+#include "device.cuh"
 #include "oasis.h"
 
 namespace oasis {
 namespace {
 
-constexpr int WARPS = 8;
-constexpr int LOADS = 16;              // vectors a lane has in flight: 16 is a page of D = 128 in two bytes a warp
-constexpr int LIST = 1024;             // moves a CTA lists at a time
-constexpr int DEFAULT_CTAS = 8;        // more move no more, and keep a matrix product from as many multiprocessors
+constexpr int PIECE = 4096;  // bytes; a warp has two in flight: a page of D = 128 in two bytes
+constexpr int MOST_WARPS = 24;  // a CTA
+constexpr int CLUSTER = 4;
 
 struct Plan {
-    const int64_t* page_table;
+    GatherLayer layers[GATHER_LAYERS];
     int64_t table_row, table_head;
-    const int64_t* block;
-    const int64_t* slot;
-    int H, S, C;
-    unsigned pairs, heads;  // B*H*C and B*H
+    int count, H, S, C, line_bytes;
+    unsigned pairs, heads;  // of a layer: B*H*C and B*H
 };
 
-struct Move {
-    int page;  // 2^31 pages are at least 8 TiB
-    int line;  // of keys and values, D elements each: the slot's first
+// Where a piece goes that is on its way: `half` is where values begin in a page.
+struct Piece {
+    char *keys, *values;
+    int first, bytes;
 };
 
-// Pairs first ... first + LIST - 1 of this CTA's share, as moves in any order. `count` is 0 before.
-// CTA x has the pairs j = x, x + grid, ...; j runs over the rows and heads with the candidate c outermost and shifted
-// by c, since plans are filled from the front: whatever row, head or candidates hold the misses, all CTAs get some.
-template <int THREADS>
-__device__ void list_moves(const Plan& plan, unsigned first, Move* moves, int* count) {
-    constexpr int EACH = LIST / THREADS;
-    int64_t block[EACH], slot[EACH], page[EACH];
-    unsigned head[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        const unsigned j = (first + i * THREADS + threadIdx.x) * gridDim.x + blockIdx.x;
-        block[i] = -1;
-        if (j < plan.pairs) {
-            const unsigned c = j / plan.heads;
-            head[i] = (j + c) % plan.heads;
-            const int64_t at = static_cast<int64_t>(head[i]) * plan.C + c;
-            block[i] = __ldg(plan.block + at);
-            slot[i] = __ldg(plan.slot + at);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        page[i] = -1;
-        if (block[i] >= 0) {
-            const unsigned row = head[i] / plan.H;
-            page[i] = __ldg(plan.page_table + row * plan.table_row + (head[i] - row * plan.H) * plan.table_head +
-                            block[i]);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        if (page[i] >= 0) {
-            const int64_t line = static_cast<int64_t>(head[i]) * (TAIL + plan.S * BLOCK) + TAIL + slot[i] * BLOCK;
-            moves[atomicAdd(count, 1)] = {static_cast<int>(page[i]), static_cast<int>(line)};
-        }
+// A lane stores what it has brought itself.
+__device__ __forceinline__ void store(const Piece& piece, const unsigned char* from, int half) {
+#pragma unroll 4
+    for (int i = threadIdx.x % 32 * 16; i < piece.bytes; i += 512) {
+        const int at = piece.first + i;
+        char* const out = at < half ? piece.keys + at : piece.values + (at - half);
+        __stcs(reinterpret_cast<uint4*>(out), *reinterpret_cast<const uint4*>(from + i));
     }
 }
 
-// Host memory: read once, never to be found in a cache again. Nothing writes a page while a gather reads it.
-__device__ __forceinline__ uint4 load_once(const uint4* from) {
-    uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(from));
-    return x;
-}
-
-// One page by one warp: 32 * width vectors of 16 bytes, K then V. keys, values: the slot's first line.
-template <int IN_FLIGHT>
-__device__ __forceinline__ void copy_page(const uint4* page, uint4* keys, uint4* values, int width) {
-    const int lane = threadIdx.x % 32, half = BLOCK * width;
-    for (int first = 0; first < width; first += IN_FLIGHT) {
-        uint4 part[IN_FLIGHT];
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT; ++i) {
-            if (first + i < width) part[i] = load_once(page + (first + i) * 32 + lane);
+// Pairs go to the warps in turn, layer by layer. In a layer the candidate is outermost and the row and head are shifted
+// by it, since plans are filled from the front: whatever row, head or candidates hold the misses, all warps get some.
+__global__ void __launch_bounds__(MOST_WARPS * 32) gather_kernel(const char* __restrict__ pages,
+                                                                 const __grid_constant__ Plan plan) {
+    extern __shared__ __align__(16) unsigned char pieces[];
+    const unsigned lane = threadIdx.x % 32, warps = gridDim.x * (blockDim.x / 32);
+    const unsigned warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    const unsigned char* const mine = pieces + threadIdx.x / 32 * (2 * PIECE);
+    const uint32_t mine_at = shared_address(mine);
+    const int half = BLOCK * plan.line_bytes;
+    Piece coming = {};
+    int buffer = 0;  // of the piece to come next
+    const uint64_t total = static_cast<uint64_t>(plan.pairs) * plan.count;
+    for (uint64_t first = warp; first < total; first += 32ull * warps) {
+        const uint64_t at = first + static_cast<uint64_t>(lane) * warps;
+        int layer = 0, page = -1, line = 0;  // 2^31 pages are at least 4 TiB
+        if (at < total) {
+            layer = static_cast<int>(at / plan.pairs);
+            const unsigned j = static_cast<unsigned>(at - static_cast<uint64_t>(layer) * plan.pairs);
+            const unsigned c = j / plan.heads, head = (j + c) % plan.heads, row = head / plan.H;
+            const GatherLayer& own = plan.layers[layer];
+            const int64_t pair = static_cast<int64_t>(head) * plan.C + c, block = __ldg(own.plan_block + pair);
+            line = static_cast<int>(head * (TAIL + plan.S * BLOCK) + TAIL + __ldg(own.plan_slot + pair) * BLOCK);
+            if (block >= 0) {
+                page = static_cast<int>(__ldg(own.page_table + row * plan.table_row +
+                                              (head - row * plan.H) * plan.table_head + block));
+            }
         }
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT; ++i) {
-            const int at = (first + i) * 32 + lane;
-            if (first + i < width) __stcs((at < half ? keys : values - half) + at, part[i]);
+        for (unsigned left = __ballot_sync(ALL, page >= 0); left != 0; left &= left - 1) {
+            const int source = __ffs(left) - 1;
+            const char* from = pages + static_cast<int64_t>(__shfl_sync(ALL, page, source)) * 2 * half;
+            const int64_t to = static_cast<int64_t>(__shfl_sync(ALL, line, source)) * plan.line_bytes;
+            const GatherLayer& own = plan.layers[__shfl_sync(ALL, layer, source)];
+            for (int first = 0; first < 2 * half; first += PIECE) {
+                const Piece next = {static_cast<char*>(own.keys) + to, static_cast<char*>(own.values) + to, first,
+                                    min(PIECE, 2 * half - first)};
+#pragma unroll 4
+                for (int i = lane * 16; i < next.bytes; i += 512)
+                    copy16(mine_at + buffer + i, from + first + i, true);
+                copy_commit();
+                copy_wait<1>();
+                store(coming, mine + (buffer ^ PIECE), half);
+                coming = next;
+                buffer ^= PIECE;
+            }
         }
     }
+    copy_wait<0>();
+    store(coming, mine + (buffer ^ PIECE), half);
 }
 
-// width: 16-byte vectors of one line (D elements).
-template <int CTA_WARPS, int IN_FLIGHT>
-__global__ void __launch_bounds__(CTA_WARPS * 32)
-gather_kernel(const uint4* __restrict__ pages, uint4* __restrict__ keys, uint4* __restrict__ values, const Plan plan,
-              const int width) {
-    __shared__ Move moves[LIST];
-    __shared__ int count;
-    for (unsigned first = 0; first * gridDim.x < plan.pairs; first += LIST) {
-        if (threadIdx.x == 0) count = 0;
-        __syncthreads();
-        list_moves<CTA_WARPS * 32>(plan, first, moves, &count);
-        __syncthreads();
-        for (int i = threadIdx.x / 32; i < count; i += CTA_WARPS) {
-            const Move move = moves[i];
-            const int64_t to = static_cast<int64_t>(move.line) * width;
-            copy_page<IN_FLIGHT>(pages + static_cast<int64_t>(move.page) * 2 * BLOCK * width, keys + to, values + to,
-                                 width);
-        }
-        __syncthreads();
-    }
-}
-
-bool takes(int B, int H, int S, int C, int D, int element) {
+bool takes(int count, int B, int H, int S, int C, int D, int element) {
     const int64_t heads = static_cast<int64_t>(B) * H;
-    return B >= 0 && H > 0 && S > 0 && C >= 0 && D > 0 && (element == 2 || element == 4) && D * element % 16 == 0 &&
-           heads * C < INT_MAX && heads * (TAIL + static_cast<int64_t>(S) * BLOCK) < INT_MAX;
-}
-
-Plan make_plan(const int64_t* page_table, int64_t table_row, int64_t table_head, const int64_t* block,
-               const int64_t* slot, int B, int H, int S, int C) {
-    return {page_table, table_row, table_head, block, slot, H, S, C, static_cast<unsigned>(B) * H * C,
-            static_cast<unsigned>(B) * H};
-}
-
-int grid_of(int ctas, const Plan& plan) {
-    const unsigned wanted = std::min(ctas > 0 ? ctas : DEFAULT_CTAS, 1024);
-    return static_cast<int>(std::min(wanted, plan.pairs));
-}
-
-template <int CTA_WARPS, int IN_FLIGHT>
-cudaError_t launch_gather(const void* pages, void* keys, void* values, const Plan& plan, int D, int element, int ctas,
-                          cudaStream_t stream) {
-    gather_kernel<CTA_WARPS, IN_FLIGHT><<<grid_of(ctas, plan), CTA_WARPS * 32, 0, stream>>>(
-        static_cast<const uint4*>(pages), static_cast<uint4*>(keys), static_cast<uint4*>(values), plan,
-        D * element / 16);
-    return cudaGetLastError();
+    return count >= 0 && count <= GATHER_LAYERS && B >= 0 && H > 0 && S > 0 && C >= 0 && D > 0 &&
+           (element == 2 || element == 4) && D * element % 16 == 0 && heads * C < INT_MAX &&
+           heads * (TAIL + static_cast<int64_t>(S) * BLOCK) < INT_MAX;
 }
 
 }  // namespace
 
-cudaError_t gather(const void* pages, const int64_t* page_table, int64_t table_row, int64_t table_head, void* keys,
-                   void* values, const int64_t* plan_block, const int64_t* plan_slot, int B, int H, int S, int C, int D,
-                   int element, int ctas, cudaStream_t stream) {
-    if (!takes(B, H, S, C, D, element)) return cudaErrorInvalidValue;
-    if (B == 0 || C == 0) return cudaSuccess;
-    const Plan plan = make_plan(page_table, table_row, table_head, plan_block, plan_slot, B, H, S, C);
-    return launch_gather<WARPS, LOADS>(pages, keys, values, plan, D, element, ctas, stream);
+cudaError_t gather(const void* pages, const GatherLayer* layers, int count, int64_t table_row, int64_t table_head,
+                   int B, int H, int S, int C, int D, int element, int ctas, cudaStream_t stream) {
+    if (!takes(count, B, H, S, C, D, element)) return cudaErrorInvalidValue;
+    if (count == 0 || B == 0 || C == 0) return cudaSuccess;
+    Plan plan = {{}, table_row, table_head, count, H, S, C, D * element, static_cast<unsigned>(B) * H * C,
+                 static_cast<unsigned>(B) * H};
+    std::copy(layers, layers + count, plan.layers);
+
+    Limits limits;
+    int device = 0, clusters = 0;
+    cudaError_t error = read_limits(limits);
+    if (error == cudaSuccess) error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device);
+    if (error != cudaSuccess) return error;
+    const int warps = std::min(MOST_WARPS, limits.cta_shared / (2 * PIECE)), bytes = warps * 2 * PIECE;
+    // Whatever ran on an SM before, its carve-out is the one that products and attend want.
+    error = cudaFuncSetAttribute(gather_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                 cudaSharedmemCarveoutMaxShared);
+    if (error == cudaSuccess) {
+        error = cudaFuncSetAttribute(gather_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    }
+    if (error != cudaSuccess) return error;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = std::min(ctas > 0 ? ctas : GATHER_CTAS, 1024);
+    config.blockDim = warps * 32;
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {CLUSTER, 1, 1};
+    config.attrs = &cluster;
+    config.numAttrs = clusters && config.gridDim.x % CLUSTER == 0;
+    return cudaLaunchKernelEx(&config, gather_kernel, static_cast<const char*>(pages), plan);
 }
 
 }  // namespace oasis

@@ -53,13 +53,22 @@ cudaError_t select(const float* scores, int64_t* table, int64_t* last_selected, 
                    const int64_t* order, const int64_t* step, bool* fresh, int B, int H, int N, int S, int C,
                    int64_t* plan_block, int64_t* plan_slot, int64_t* counts, int64_t* wasted, cudaStream_t stream);
 
-// pages: [pages, 2, 16, D] in host memory that the device can read (or device memory). page_table: [B, H, *] int64 with
-// strides, readable by the device. keys, values: [B, H, TAIL + S*16, D]. plan_block -1 skips. `ctas`: size of the
-// persistent grid, 0 for the measured default.
+// What is gathered for one layer. page_table: [B, H, *] int64 with strides, readable by the device. keys, values:
+// [B, H, TAIL + S*16, D]. plan_block, plan_slot: [B, H, C]; plan_block -1 skips.
+struct GatherLayer {
+    const int64_t* page_table;
+    void *keys, *values;
+    const int64_t *plan_block, *plan_slot;
+};
+
+constexpr int GATHER_LAYERS = 8;  // most layers a launch
+constexpr int GATHER_CTAS = 4;    // the default; each takes an SM, which others leave it
+
+// `count` layers of one shape. pages: [pages, 2, 16, D] in host memory that the device can read (or device memory).
+// `ctas`: size of the persistent grid, 0 for the measured default.
 // Floor: bytes = 2*16*D*element a planned pair over the link.
-cudaError_t gather(const void* pages, const int64_t* page_table, int64_t table_row, int64_t table_head, void* keys,
-                   void* values, const int64_t* plan_block, const int64_t* plan_slot, int B, int H, int S, int C, int D,
-                   int element, int ctas, cudaStream_t stream);
+cudaError_t gather(const void* pages, const GatherLayer* layers, int count, int64_t table_row, int64_t table_head,
+                   int B, int H, int S, int C, int D, int element, int ctas, cudaStream_t stream);
 
 // Tokens start ... start + n - 1 of one row to their pages; the rest of those pages stays as it is.
 // keys, values: [H, n, D] with strides (head, token), last dimension contiguous. page_table: [H, *] int64 with a head
@@ -99,7 +108,7 @@ cudaError_t enter(const void* query, int64_t q_row, int64_t q_head, int64_t q_to
 // scratch: attend_scratch(...) bytes, the first attend_counters(...) zero before the first call and left zero.
 // Floor: bytes = the working set (K and V of slots and tail) once; operations 4*T*Hq*D*(S*16) a row.
 int64_t attend_scratch(int B, int H, int G, int T, int S, int D);
-int64_t attend_counters(int B, int H);
+int64_t attend_counters(int B, int H, int G, int T, int S, int D);
 cudaError_t attend(const void* query, int64_t q_row, int64_t q_head, int64_t q_token, const void* keys,
                    const void* values, const int64_t* table, const int64_t* lengths, const bool* tail_mask,
                    float scaling, const float* sinks, int B, int H, int G, int T, int S, int D, void* out,

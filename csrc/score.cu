@@ -33,13 +33,14 @@ constexpr int TILE = 16;         // parts
 // a piece of 8 lines in 8 different groups of banks.
 template <int D, bool INT8, bool FEW>
 struct Shape {
-    // At most 8 query rows need few registers: four CTAs with small rings cover each other's starts and ends.
-    static constexpr int CTAS = FEW && INT8 && D <= 128 ? 4 : 2;
+    // Few query rows need few registers: more CTAs with smaller rings cover each other's starts and ends, and all rows
+    // of a batch of 49 run at once.
+    static constexpr int CTAS = INT8 && D <= 128 ? (FEW ? 4 : 3) : 2;
     static constexpr int VECTOR = D * (INT8 ? 1 : 2), PART = 2 * VECTOR, LINE = 2 * PART + 16;
     static constexpr int SCALES = TILE / 2 * LINE, STAGE = SCALES + (INT8 ? TILE * 4 : 0);  // a tile, then its scales
     static constexpr int WARPS = VECTOR > 256 ? 2 : MOST_WARPS, THREADS = WARPS * 32;
     static constexpr int STAGES = std::max(2, RING / CTAS / (WARPS * STAGE)), RING_BYTES = WARPS * STAGES * STAGE;
-    static constexpr int ROW_TILES = FEW ? 1 : D > 128 ? 2 : 3, ROWS = 8 * ROW_TILES;  // query rows that fit in registers
+    static constexpr int ROW_TILES = FEW ? 1 : 2, ROWS = 8 * ROW_TILES;  // query rows that fit in registers
 };
 
 struct Arguments {
@@ -346,8 +347,9 @@ cudaError_t run_with(Arguments a, int B, cudaStream_t stream) {
     const int bytes = std::max(S::RING_BYTES, std::min(limits.sm_shared / S::CTAS, limits.cta_shared) - RESERVED);
     a.room = (bytes - S::RING_BYTES) / 4, a.chunks = (a.G * a.T + S::ROWS - 1) / S::ROWS;
     // One wave at most: half the CTAs of one are enough for the memory's bandwidth, and each has its start and end.
-    const int64_t slots = std::min(limits.sms * 2, MOST_CTAS), ctas = int64_t(B) * a.H * a.chunks;
-    a.splits = std::max(1, std::min<int>(slots / ctas, (a.N << a.log_p) / (TILE * S::WARPS)));
+    // What comes after the first chunk of query rows has mostly nothing to do, and is not counted.
+    const int64_t slots = std::min(limits.sms * 2, MOST_CTAS), pairs = int64_t(B) * a.H;
+    a.splits = std::max(1, std::min<int>(slots / pairs, (a.N << a.log_p) / (TILE * S::WARPS)));
     return launch(score_kernel<E, D, INT8, FEW>, dim3(a.splits * a.chunks, a.H, B), S::THREADS, bytes, a, stream);
 }
 

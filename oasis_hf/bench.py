@@ -21,7 +21,8 @@ import torch
 from . import __version__
 from .cache import OasisCache
 from .config import BLOCK, ConfigError, OasisConfig
-from .forced import fetches_of, forced_misses, mean_fetched, parts, traced
+from .drafters.base import Drafter
+from .forced import Injected, fetches_of, forced_misses, mean_fetched, parts, traced
 from .lookahead import predicts_blocks
 from .store.host import HostStore
 
@@ -236,16 +237,17 @@ def step_ms(model: Any, cache: OasisCache, steps: int) -> tuple[float, float]:
 def bench(
     model: Any, rows: int, context: int, steps: int = 30, pool_gib: float = 4, graphs: bool = True,
     compiled: bool = True, parts_of: Sequence[str] = ("model", "prediction", "whole"),
-    shares: Sequence[float] | None = None, **knobs: Any,
+    shares: Sequence[float] | None = None, drafted: float = 1, **knobs: Any,
 ) -> list[Reading]:  # fmt: skip
     """Readings of the step whole, without its transfer, and without prediction. shares: as in `fetches_of`;
-    bytes are then what the trace moves on average."""
+    bytes are then what the trace moves on average. drafted: rows whose draft predicts; recent queries do in the
+    others."""
     readings = []
     for part in parts_of:
         what, predict, transfer = STEPS[part]
         config = OasisConfig(graphs=graphs, compile_after=0 if compiled else None, **knobs)
         with forced_misses(True), fetches_of(shares), parts(predict, transfer):
-            readings.append(_reading(what, model, config, rows, context, steps, pool_gib, predict))
+            readings.append(_reading(what, model, config, rows, context, steps, pool_gib, predict, Injected(drafted)))
             if shares is not None:
                 readings[-1].bytes = round(readings[-1].bytes * mean_fetched(shares) / (len(shares) - 1))
     return readings
@@ -264,9 +266,10 @@ def dense(
 
 
 def _reading(
-    what: str, model: Any, config: OasisConfig, rows: int, context: int, steps: int, pool_gib: float, predicts: bool
-) -> Reading:
-    cache = filled(model, config, rows, context, pool_gib)
+    what: str, model: Any, config: OasisConfig, rows: int, context: int, steps: int, pool_gib: float, predicts: bool,
+    drafter: Drafter | None = None,
+) -> Reading:  # fmt: skip
+    cache = filled(model, config, rows, context, pool_gib, drafter)
     before = int(cache.stats()["fetched"].sum())
     read = hbm_bytes(model, cache, context, predicts)
     ms, call_ms = step_ms(model, cache, steps)
@@ -283,13 +286,15 @@ def main(args: argparse.Namespace) -> int:
     """The command: a table a row count, and JSON where asked.
 
     Raises:
-        ConfigError: no GPU, or a shape that is not known.
+        ConfigError: no GPU, or a shape or share that is not known.
     """
     from rich.console import Console
     from rich.table import Table
 
     if args.shape not in SHAPES:
         raise ConfigError(f"--shape {args.shape!r} is not known: use one of {', '.join(SHAPES)}.")
+    if not 0 <= args.drafted <= 1:
+        raise ConfigError(f"--drafted {args.drafted} is not a share of the rows: use 0 to 1.")
     knobs = dict(
         budget=args.budget, fetch_ratio=args.fetch_ratio, lookahead=args.lookahead,
         tokens_per_summary=args.tokens_per_summary,
@@ -310,7 +315,7 @@ def main(args: argparse.Namespace) -> int:
     readings: list[Reading] = []
     how: dict[str, Any] = dict(graphs=not args.eager, compiled=not args.no_compile)
     for rows in args.rows:
-        readings += bench(model, rows, args.context, args.steps, shares=shares, **how, **knobs)
+        readings += bench(model, rows, args.context, args.steps, shares=shares, drafted=args.drafted, **how, **knobs)
     for rows in args.dense_rows:
         readings.append(dense(model, rows, args.context, args.steps, **how))
     for one in readings:
@@ -332,6 +337,10 @@ def main(args: argparse.Namespace) -> int:
             "ceilings": asdict(ceilings),
         }  # fmt: skip
         args.json.write_text(
-            json.dumps({**told, "forced_misses": shares is None, "trace": shares, "rows": rows_out}, indent=1) + "\n"
+            json.dumps(
+                {**told, "forced_misses": shares is None, "trace": shares, "drafted": args.drafted, "rows": rows_out},
+                indent=1,
+            )
+            + "\n"
         )
     return 0

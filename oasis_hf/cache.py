@@ -74,8 +74,9 @@ class OasisCache(Report, Padding, Cache):
                 "leave speculate off, or give the model with its head."
             )
         self.model = model
-        self.state = State(config, sum(window is None for window in windows), recent_window(config))
         self.drafter: Drafter = make_drafter(drafter, model, config)
+        kept = recent_window(config, self.drafter.always)
+        self.state = State(config, sum(window is None for window in windows), kept)
         layers: list[Any] = []
         for window in windows:
             sparse = sum(isinstance(layer, OasisLayer) for layer in layers)

@@ -12,6 +12,7 @@ from .lookahead import draft_rows
 from .pipeline import Pipeline
 from .state import State, Step
 from .stats import Counters
+from .store import Move
 from .summaries import Summaries
 from .working_set import Plan, WorkingSet
 
@@ -64,8 +65,8 @@ class CapturedSteps:
             self._append(0, lengths, step.starts, age)
             if step.weights is not None:
                 self._predict(self.queries[:, :, : window + step.drafts], closed, step.weights, after)
-        if step.predicts and not self.late:
-            pipeline.send(self.transfer)
+        if step.predicts:
+            pipeline.send(None if self.late else self.move)
         return out
 
     def _predict(
@@ -82,15 +83,16 @@ class CapturedSteps:
         """Whether the next step issues this layer's transfer: those of the later half run into it."""
         return 2 * self.index >= self.state.sparse_layers
 
-    def transfer(self) -> None:
-        """The plan's blocks into their slots."""
+    @property
+    def move(self) -> Move:
+        """What brings the plan's blocks into their slots."""
         assert self.plan is not None
-        self.store.gather(self.index, self.working_set.keys, self.working_set.values, *self.plan)
+        return self.index, self.working_set.keys, self.working_set.values, *self.plan
 
     def settle(self) -> None:
         """A transfer that was left to the next captured step is made now."""
         if self.plan is not None and self.late:
-            self.transfer()
+            self.store.gather(*self.move)
             self.unplan()
 
     def unplan(self) -> None:

@@ -52,6 +52,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--lookahead", default="draft", help="as the knob (default: draft)")
     bench.add_argument("--tokens-per-summary", type=int, default=8, help="16, 8 or 4 (default: 8)")
     bench.add_argument("--steps", type=int, default=30, help="timed steps (default: 30)")
+    bench.add_argument(
+        "--drafted", type=float, default=1.0,
+        help="share of rows whose draft predicts, as a head's does; recent queries do in the others (default: 1)",
+    )  # fmt: skip
     bench.add_argument("--trace", type=Path, help="how many blocks are fetched, from eval/traces.py (default: the cap)")
     bench.add_argument("--eager", action="store_true", help="without CUDA graphs")
     bench.add_argument("--no-compile", action="store_true", help="graphs of the layers as they are")

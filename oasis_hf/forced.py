@@ -1,4 +1,4 @@
-"""Steps whose misses are forced, for timing: with random weights what is missed means nothing."""
+"""Steps whose misses and drafts are forced, for timing: with random weights what is missed or guessed means nothing."""
 
 from __future__ import annotations
 
@@ -11,35 +11,58 @@ from typing import Any
 import torch
 
 from .config import ConfigError
+from .drafters.base import Draft, Drafter
 from .layers import OasisLayer
-from .store.host import HostStore
+from .store import HostStore, Move
 from .summaries import Summaries
 
 CHANCES = 8
-"""Draws of chance scores a layer has."""
+"""Draws of chance scores."""
+
+
+class Injected(Drafter):
+    """Says that a share of the rows have a draft, at no cost: a head proposes one for every row, a lookup for some.
+
+    Args:
+        share: of the rows, the first ones.
+    """
+
+    name = "injected"
+
+    def __init__(self, share: float) -> None:
+        self.share, self.always = share, share == 1
+        self._found: torch.Tensor | None = None
+
+    def hold(self, lengths: torch.Tensor, count: int) -> list[torch.Tensor]:
+        if self._found is None or len(self._found) != len(lengths):
+            self._found = torch.arange(len(lengths), device=lengths.device) < round(self.share * len(lengths))
+        return [self._found]
+
+    def propose(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int) -> Draft:
+        (found,) = self.hold(lengths, 1)
+        return Draft(tokens[:, None].repeat(1, count), found)
 
 
 @contextmanager
 def forced_misses(on: bool) -> Iterator[None]:
-    """Scores are made as always, then replaced by chance, one of CHANCES drawn in turn: what is predicted is anything,
-    and C of it are fetched. What closes after the first step is not predicted."""
+    """Scores are made as always, then replaced by chance, one of CHANCES drawn in turn, the same in all layers: what is
+    predicted is anything, and C of it are fetched. What closes after the first step is not predicted."""
     score = Summaries.score
-    drawn: dict[int, torch.Tensor] = {}
-    turns: dict[str, Any] = {}
+    drawn: dict[str, Any] = {}
 
     def chance(self: Summaries, query: Any, closed: Any, *rest: Any) -> torch.Tensor:
         scores = score(self, query, closed, *rest)
         if not drawn:
-            turns["next"], turns["first"] = torch.zeros(1, dtype=torch.int64, device=scores.device), id(self)
-        if id(self) not in drawn:
             rows, heads, most = self.vectors.shape[:3]
             noise = torch.rand((CHANCES, rows, heads, most), device=scores.device)
-            drawn[id(self)] = noise.masked_fill_(
-                torch.arange(most, device=scores.device) >= closed[:, None, None], -torch.inf
-            )
-        if id(self) == turns["first"]:
-            turns["next"].add_(1).remainder_(CHANCES)
-        return drawn[id(self)][..., : scores.shape[2]].index_select(0, turns["next"])[0]
+            beyond = torch.arange(most, device=scores.device) >= closed[:, None, None]
+            drawn["all"] = noise.masked_fill_(beyond, -torch.inf)
+            drawn["now"], drawn["first"] = drawn["all"][0].clone(), id(self)
+            drawn["next"] = torch.zeros(1, dtype=torch.int64, device=scores.device)
+        if id(self) == drawn["first"]:  # for all layers, so that what stands for a score hardly costs anything
+            drawn["next"].add_(1).remainder_(CHANCES)
+            torch.index_select(drawn["all"], 0, drawn["next"], out=drawn["now"][None])
+        return drawn["now"][..., : scores.shape[2]].contiguous()
 
     try:
         if on:
@@ -56,10 +79,10 @@ def fetches_of(shares: Sequence[float] | None) -> Iterator[None]:
     Args:
         shares: how often 0, 1, ... C blocks were fetched (`eval/traces.py`); None: all that are selected.
     """
-    gather = HostStore.gather
+    gather = HostStore.gather_layers
     kept: dict[tuple[int, torch.Size], torch.Tensor] = {}
 
-    def some(self: HostStore, layer: int, keys: Any, values: Any, block: torch.Tensor, slot: torch.Tensor) -> None:
+    def fewer(layer: int, block: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         assert shares is not None
         key = (layer, block.shape)
         if key not in kept:
@@ -67,30 +90,33 @@ def fetches_of(shares: Sequence[float] | None) -> Iterator[None]:
             moved = chance.multinomial(CHANCES * block.shape[0] * block.shape[1], replacement=True)
             kept[key] = moved.view(CHANCES, *block.shape[:2], 1) > torch.arange(block.shape[2], device=block.device)
         turn = (slot[:1, :1, 0] % CHANCES).view(1)  # any number that changes from step to step
-        gather(self, layer, keys, values, block.where(kept[key].index_select(0, turn)[0], -1), slot)
+        return block.where(kept[key].index_select(0, turn)[0], -1)
+
+    def some(self: HostStore, moves: list[Move]) -> None:
+        gather(self, [(at, keys, values, fewer(at, block, slot), slot) for at, keys, values, block, slot in moves])
 
     try:
         if shares is not None:
-            HostStore.gather = some  # type: ignore[method-assign, assignment]
+            HostStore.gather_layers = some  # type: ignore[method-assign]
         yield
     finally:
-        HostStore.gather = gather  # type: ignore[method-assign]
+        HostStore.gather_layers = gather  # type: ignore[method-assign]
 
 
 @contextmanager
 def parts(predict: bool, transfer: bool) -> Iterator[None]:
     """Steps without prediction, or with prediction but no transfer: what each adds."""
-    fetch, captured, gather = OasisLayer._fetch, OasisLayer._predict, HostStore.gather
+    fetch, captured, gather = OasisLayer._fetch, OasisLayer._predict, HostStore.gather_layers
     try:
         if not predict:
             OasisLayer._fetch = lambda self, *args: None  # type: ignore[method-assign]
             OasisLayer._predict = lambda self, *args: None  # type: ignore[method-assign]
         if not transfer:
-            HostStore.gather = lambda self, *args: None  # type: ignore[method-assign]
+            HostStore.gather_layers = lambda self, moves: None  # type: ignore[method-assign]
         yield
     finally:
         OasisLayer._fetch, OasisLayer._predict = fetch, captured  # type: ignore[method-assign]
-        HostStore.gather = gather  # type: ignore[method-assign]
+        HostStore.gather_layers = gather  # type: ignore[method-assign]
 
 
 def mean_fetched(shares: Sequence[float]) -> float:

@@ -283,7 +283,7 @@ class StepGraphs:
         call = {**call, "input_ids": ids, "position_ids": positions}
         step.weights = weights
         step.tail_mask(device)  # made from the host, so before
-        late = {layer.index: layer.transfer for layer in cache.sparse_layers if layer.late and step.predicts}
+        late = [layer.move for layer in cache.sparse_layers if layer.late and step.predicts]
         streams = (self._stream, *self._pipeline.streams)
         for stream in streams:
             cuda.reserve(stream)
@@ -295,7 +295,7 @@ class StepGraphs:
             with span("capture"), _nothing_collected(), placed, torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    self._pipeline.begin(late)
+                    self._pipeline.begin(cache.state.store, late)
                     output = forward(call, step)
                     self._pipeline.join()
                 except BaseException:

@@ -9,9 +9,11 @@ import torch
 from .config import OasisConfig
 
 
-def recent_window(config: OasisConfig) -> int:
-    """W, how many committed tokens' queries a layer keeps: what is averaged, or fallen back on without a draft."""
-    return config.smooth_queries if config.lookahead in ("smoothed", "draft", "oracle") else 1
+def recent_window(config: OasisConfig, drafted: bool = False) -> int:
+    """W, how many committed tokens' queries a layer keeps: what is averaged, or fallen back on without a draft.
+    drafted: there is always one in every row; the latest query is kept for steps that may not stack it."""
+    kept = config.lookahead == "smoothed" or (config.lookahead in ("draft", "oracle") and not drafted)
+    return config.smooth_queries if kept else 1
 
 
 def wants_drafts(config: OasisConfig) -> bool:

@@ -75,13 +75,13 @@ def test_bytes_that_a_step_must_read(model):
 def test_a_trace_says_how_many_of_the_selected_blocks_move(model, monkeypatch):
     from oasis_hf.store import HostStore
 
-    plain, moved = HostStore.gather, []
-    monkeypatch.setattr(
-        HostStore, "gather",
-        lambda self, layer, keys, values, block, slot: moved.append((block >= 0).sum(2)) or plain(
-            self, layer, keys, values, block, slot
-        ),
-    )  # fmt: skip
+    plain, moved = HostStore.gather_layers, []
+
+    def seen(self, moves):
+        moved.extend((block >= 0).sum(2) for *_, block, _ in moves)
+        plain(self, moves)
+
+    monkeypatch.setattr(HostStore, "gather_layers", seen)
     shares = [0.25, 0.5, 0.0, 0.25]
     cache = bench.filled(model, OasisConfig(budget=160, fetch_ratio=3 / 9), 16, 2000, 0.01)
     with bench.forced_misses(True), bench.fetches_of(shares):

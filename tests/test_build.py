@@ -255,3 +255,22 @@ def test_on_a_cpu_the_reference_serves():
     mine = torch.ops.oasis_hf.select(scores, *[a.clone() for a in args], 2, torch.tensor(1))
     theirs = reference.select(scores, *[a.clone() for a in args], 2, torch.tensor(1))
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
+
+
+def test_layers_that_are_not_alike_are_refused(extension):
+    """One launch has one shape; the lists of `gather_layers` say whose is another."""
+    one = calls()["gather"]
+    lists = [[one[name]] * 2 for name in ("page_table", "keys", "values", "plan_block", "plan_slot")]
+    with pytest.raises(ValueError, match="oasis_hf.gather: `keys` must be on a CUDA device, not cpu"):
+        extension.gather_layers(one["pages"], *lists, 0, 0)
+    for at, name in enumerate(("page_table", "keys", "values", "plan_block", "plan_slot")):
+        other = [list(each) for each in lists]
+        other[at][1] = other[at][1].new_zeros((B, H + 1, *other[at][1].shape[2:]))
+        with pytest.raises(ValueError, match=f"oasis_hf.gather: `{name}` must"):
+            extension.gather_layers(one["pages"], *other, 0, 0)
+        other = [list(each) for each in lists]
+        other[at] = other[at] * 5
+        with pytest.raises(ValueError, match="lists must name the same 1 to 8 layers"):
+            extension.gather_layers(one["pages"], *other, 0, 0)
+    with pytest.raises(ValueError, match="lists must name the same 1 to 8 layers, not 0 in `keys`"):
+        extension.gather_layers(one["pages"], *([] for _ in lists), 0, 0)

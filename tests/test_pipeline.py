@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import oasis_hf.pipeline
 from oasis_hf.pipeline import Pipeline
 
 LOG: list[tuple[str, str]] = []
@@ -54,28 +56,35 @@ def pipeline(monkeypatch):
     return pipeline
 
 
-def test_a_step_s_order(pipeline):
+def test_a_step_s_order(pipeline, monkeypatch):
+    monkeypatch.setattr(oasis_hf.pipeline, "TOGETHER", 3)
     say = pipeline.say
-    pipeline.begin({2: lambda: say("late 2"), 3: lambda: say("late 3")})
-    for layer in range(4):
+    late = range(4, 8)  # more than one launch moves, as are those before
+    store = SimpleNamespace(gather_layers=lambda moves: say(f"gather {moves}"))
+    pipeline.begin(store, [(layer,) for layer in late])
+    for layer in range(8):
         pipeline.arrive(layer)
         say(f"attend {layer}")
         with pipeline.beside():
             say(f"select {layer}")
-        if layer < 2:
-            pipeline.send(lambda layer=layer: say(f"gather {layer}"))
+        pipeline.send(None if layer in late else (layer,))
     pipeline.join()
     order = {entry: place for place, entry in enumerate(LOG)}
-    assert LOG[0] == ("transfer", "waits for model") and LOG[1] == ("transfer", "late 2")
-    # A layer whose blocks come late waits for its own transfer only.
-    assert order["model", "waits for late 2"] < order["model", "attend 2"] < order["model", "waits for late 3"]
-    assert ("model", "waits for late 0") not in order
-    for layer in range(4):
+    launches = [what for stream, what in LOG if stream == "transfer" and what.startswith("gather")]
+    assert launches == [f"gather {moves}" for moves in (
+        [(4,), (5,), (6,)], [(7,)], [(0,), (1,), (2,)], [(3,)],
+    )]  # fmt: skip
+    assert LOG[:2] == [("transfer", "waits for model"), ("transfer", launches[0])]
+    # A layer whose blocks come late waits for the launch that brings them, and for no later one.
+    waits = [order["model", f"waits for {launch}"] for launch in launches[:2]]
+    assert waits[0] < order["model", "attend 4"] < order["model", "attend 6"] < waits[1] < order["model", "attend 7"]
+    assert all(("model", f"waits for {launch}") not in order for launch in launches[2:])
+    for layer in range(8):
         assert LOG[order["predict", f"select {layer}"] - 1] == ("predict", "waits for model")
         assert order["model", f"attend {layer}"] < order["predict", f"select {layer}"]
-    for layer in range(2):
-        before = LOG[order["transfer", f"gather {layer}"] - 1]
-        assert before == ("transfer", "waits for predict")
+    for launch, last in ((launches[2], 2), (launches[3], 4)):  # nothing of a step waits for its end
+        assert LOG[order["transfer", launch] - 1] == ("transfer", "waits for predict")
+        assert order["predict", f"select {last}"] < order["transfer", launch] < order["model", f"attend {last + 1}"]
     assert LOG[-2:] == [("model", "waits for transfer"), ("model", "waits for predict")] or LOG[-2:] == [
         ("model", "waits for predict"), ("model", "waits for transfer"),
     ]  # fmt: skip
@@ -92,7 +101,7 @@ def test_lengths_may_change_once_all_is_predicted(pipeline):
 
 
 def test_a_step_that_does_nothing_beside_waits_for_nothing(pipeline):
-    pipeline.begin({})
+    pipeline.begin(None, [])
     pipeline.arrive(0)
     pipeline.predicted()
     pipeline.join()
@@ -109,7 +118,8 @@ def test_what_is_used_beside_is_held_until_the_join(pipeline):
 
 
 def test_what_a_failed_capture_left_is_forgotten(pipeline):
-    pipeline.begin({1: lambda: None})
+    pipeline.begin(SimpleNamespace(gather_layers=lambda moves: None), [(1,)])
+    pipeline.send((0,))
     with pipeline.beside(torch.zeros(1)):
         pass
     pipeline.forget()

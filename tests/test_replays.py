@@ -28,8 +28,8 @@ class Again:
             return
         call, step, _ = one.held
         step._shared.clear()
-        late = {layer.index: layer.transfer for layer in cache.sparse_layers if layer.late and step.predicts}
-        graphs._pipeline.begin(late)
+        late = [layer.move for layer in cache.sparse_layers if layer.late and step.predicts]
+        graphs._pipeline.begin(cache.state.store, late)
         output = forward({**call, name: cache}, step)
         graphs._pipeline.join()
         for key, value in output.items():

@@ -27,11 +27,13 @@ class Drafter:
 
     Attributes:
         proposes: False for a drafter that never has a draft; no rows are stacked then.
+        always: True for one that has a draft in every row at every step, as a head has.
         taps: indices of decoder layers whose input hidden states it wants (EAGLE-3; read by hooks of its own).
     """
 
     name = "drafter"
     proposes = True
+    always = False
     taps: tuple[int, ...] = ()
 
     def check(self, model: Any) -> None:

@@ -19,6 +19,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 GATHER_CTAS = WRITE_CTAS = 0
 """Sizes of the grids of what goes over the link; 0 is the operator's own default."""
+GATHER_LAYERS = 8
+"""Layers that one launch gathers for at most."""
 
 _extension: Any = None
 _refused: str | None = None
@@ -208,12 +210,23 @@ def gather(
     pages: torch.Tensor, page_table: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     plan_block: torch.Tensor, plan_slot: torch.Tensor,
 ) -> None:  # fmt: skip
-    reachable = pages.dtype == keys.dtype and (pages.is_cuda or pages.is_pinned()) and keys.shape[-1] in HEAD_DIMS
-    if not (reachable and (page_table.is_cuda or page_table.is_pinned()) and available()):
-        return reference.gather(pages, page_table.to(pages.device), keys, values, plan_block, plan_slot)
-    with torch.cuda.device(keys.device):
-        extension().gather(
-            pages, page_table, keys, values, plan_block, plan_slot, GATHER_CTAS, _stream(keys),
+    gather_layers(pages, [page_table], [keys], [values], [plan_block], [plan_slot])
+
+
+def gather_layers(
+    pages: torch.Tensor, page_table: list[torch.Tensor], keys: list[torch.Tensor], values: list[torch.Tensor],
+    plan_block: list[torch.Tensor], plan_slot: list[torch.Tensor],
+) -> None:  # fmt: skip
+    """`gather` for some layers of the same shapes, GATHER_LAYERS at most, in one launch."""
+    first, table = keys[0], page_table[0]
+    reachable = pages.dtype == first.dtype and (pages.is_cuda or pages.is_pinned()) and first.shape[-1] in HEAD_DIMS
+    if not (reachable and (table.is_cuda or table.is_pinned()) and available()):
+        for table, *rest in zip(page_table, keys, values, plan_block, plan_slot):
+            reference.gather(pages, table.to(pages.device), *rest)
+        return
+    with torch.cuda.device(first.device):
+        extension().gather_layers(
+            pages, page_table, keys, values, plan_block, plan_slot, GATHER_CTAS, _stream(first)
         )  # fmt: skip
 
 
@@ -279,10 +292,11 @@ def attend(
     out = query.new_empty([query.shape[i] for i in (0, 2, 1, 3)])
     rows, heads, slots = table.shape
     module = extension()
-    size = module.attend_scratch(rows, heads, query.shape[1] // heads, query.shape[2], slots, query.shape[3])
+    sizes = rows, heads, query.shape[1] // heads, query.shape[2], slots, query.shape[3]
+    scratch = _buffer("attend", query, module.attend_scratch(*sizes), module.attend_counters(*sizes))
     with torch.cuda.device(query.device):
         module.attend(
             _lines(query), keys, values, table, lengths, tail_mask, scaling, None if sinks is None else sinks.float(),
-            out, _buffer("attend", query, size, module.attend_counters(rows, heads)), _stream(query),
+            out, scratch, _stream(query),
         )  # fmt: skip
     return out.transpose(1, 2)

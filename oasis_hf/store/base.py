@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TypeAlias
 
 import torch
+
+Move: TypeAlias = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""The arguments of `BlockStore.gather`."""
 
 
 class BlockStore(ABC):
@@ -56,6 +60,11 @@ class BlockStore(ABC):
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, plan_block: torch.Tensor, plan_slot: torch.Tensor
     ) -> None:
         """Planned blocks into their slots: see `ops.reference.gather`."""
+
+    def gather_layers(self, moves: list[Move]) -> None:
+        """`gather` for a few layers of one shape, `ops.cuda.GATHER_LAYERS` at most."""
+        for move in moves:
+            self.gather(*move)
 
     def device_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Pages `[pages, 2, 16, D]` and their table `[B, H, N]`, where the device itself can reach both; else None."""

@@ -9,7 +9,7 @@ import torch
 from .. import ops
 from ..config import BLOCK, TAIL
 from ..ops import cuda
-from .base import BlockStore
+from .base import BlockStore, Move
 from .outbound import Outbound
 from .pages import HostMemoryError, PagePool
 
@@ -169,8 +169,12 @@ class HostStore(BlockStore):
     def gather(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, plan_block: torch.Tensor, plan_slot: torch.Tensor
     ) -> None:
+        self.gather_layers([(layer, keys, values, plan_block, plan_slot)])
+
+    def gather_layers(self, moves: list[Move]) -> None:
         table = self.table if self.device_table is None else self.device_table
-        ops.gather(self.pool.pages, table[layer], keys, values, plan_block, plan_slot)
+        layers, *rest = zip(*moves)
+        cuda.gather_layers(self.pool.pages, [table[layer] for layer in layers], *map(list, rest))
 
     def device_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None if self.device_table is None else (self.pool.pages, self.device_table[layer])

@@ -7,7 +7,7 @@ import torch
 
 from oasis_hf import ops
 from oasis_hf.config import BLOCK, TAIL
-from oasis_hf.ops import reference
+from oasis_hf.ops import cuda, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -93,6 +93,42 @@ def test_an_empty_plan():
 
 def test_more_pairs_than_one_list_holds():
     Case(16, 8, 160, 160, 64, share=0.7).check()
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 4, 7, 8, 132])
+def test_any_grid(ctas, monkeypatch):
+    """Those of four and of eight are clusters."""
+    monkeypatch.setattr(cuda, "GATHER_CTAS", ctas)
+    Case(5, 3, 40, 33, 128, share=0.7, seed=ctas).check()
+
+
+@pytest.mark.parametrize("count", [2, 3, cuda.GATHER_LAYERS])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_some_layers_in_one_launch(count, share):
+    """Each has its own table, plan and slots; the pages are shared."""
+    cases = [Case(3, 2, 11, 5, 128, share=share, seed=7 * i) for i in range(count)]
+    pages, wants = cases[0].pages, []
+    for case in cases:
+        case.pages = pages
+        wants.append(case.want())
+    keys, values = ([getattr(case, name).to(DEVICE) for case in cases] for name in ("keys", "values"))
+    plans = ([getattr(case, name).to(DEVICE) for case in cases] for name in ("plan_block", "plan_slot"))
+    cuda.gather_layers(pinned(pages), [case.table(pinned(case.wide)) for case in cases], keys, values, *plans)
+    for at, (want_keys, want_values) in enumerate(wants):
+        assert torch.equal(keys[at].cpu(), want_keys) and torch.equal(values[at].cpu(), want_values), at
+
+
+def test_layers_of_different_shapes_are_refused():
+    small, large = Case(2, 2, 4, 2, 64), Case(2, 2, 5, 2, 64)
+    lists = [
+        [getattr(case, name).to(DEVICE) for case in (small, large)]
+        for name in ("keys", "values", "plan_block", "plan_slot")
+    ]
+    tables = [case.table(pinned(case.wide)) for case in (small, large)]
+    with pytest.raises(ValueError, match=r"oasis_hf\.gather: `keys` must be"):
+        cuda.gather_layers(pinned(small.pages), tables, *lists)
+    with pytest.raises(ValueError, match="the same 1 to 8 layers, not 9 in `keys`"):
+        cuda.gather_layers(pinned(small.pages), tables[:1] * 9, *(one[:1] * 9 for one in lists))
 
 
 @pytest.mark.slow
