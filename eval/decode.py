@@ -23,6 +23,7 @@ from provenance import provenance
 
 from oasis_hf import OasisConfig, bench
 from oasis_hf.bench import Reading, dense, random_model
+from oasis_hf.forced import Injected
 
 SHAPE = "qwen3-8b"
 LAYERS, HEADS, BLOCK_BYTES, K = 36, 8, 8192, 128
@@ -92,8 +93,8 @@ def generated(model: Any) -> Iterator[dict[str, Any]]:
     own = bench.bench(model, rows, SIXTEEN, parts_of=("whole",), fetch_ratio=3 / K)[0]
     yield told(own, SIXTEEN, cap=3)
     with bench.forced_misses(True):
-        cache = bench.filled(model, OasisConfig(**knobs), rows, SIXTEEN, 4)
-        ids = torch.randint(1000, (rows, SIXTEEN + 1), device="cuda")
+        cache = bench.filled(model, OasisConfig(**knobs), rows, SIXTEEN, 4, Injected(1))
+        ids = torch.randint(1, 1000, (rows, SIXTEEN + 1), device="cuda")  # 0 would be padding
         model.generation_config.eos_token_id = None
         model.generate(
             ids, past_key_values=cache, max_new_tokens=steps, do_sample=False, stopping_criteria=[Clock()],
@@ -166,17 +167,17 @@ def main() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gb * 1e9 / total))
     model = random_model(SHAPE)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    told_of = {"provenance": provenance("cuda"), "memory_gb": args.memory_gb, "forced_misses": True}
     for part in args.only:
         try:
             for row in PARTS[part](model):
                 rows.append({"part": part, **row})
+                if args.out:  # what is measured is kept, whatever comes after
+                    args.out.write_text(json.dumps({**told_of, "rows": rows}, indent=1) + "\n")
         except torch.OutOfMemoryError as error:
             print(f"{part}: does not fit {args.memory_gb:.0f} GB: {str(error).splitlines()[0][:100]}")
         torch.cuda.empty_cache()
-    if args.out:
-        told_of = {"provenance": provenance("cuda"), "memory_gb": args.memory_gb, "forced_misses": True}
-        args.out.write_text(json.dumps({**told_of, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
