@@ -203,7 +203,8 @@ class _Forward:
                 "This OasisCache was made for another model: its blocks mean nothing here. Make one with "
                 "OasisCache(this_model)."
             )
-        call = _flatten(self.signature.bind_partial(*args, **kwargs))
+        # By their names, as most calls have them anyway.
+        call = _flatten(self.signature.bind_partial(*args, **kwargs)) if args else kwargs
         for name in CACHE_NAMES:
             call.pop(name, None)
         call[self.name] = cache

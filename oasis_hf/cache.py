@@ -138,15 +138,34 @@ class OasisCache(Report, Padding, Cache):
                 "A decode or verify forward needs a prompt before it, but this OasisCache is empty: run the prompt "
                 "outside `with cache.mode(...)` or under mode('prefill')."
             )
-        blocks = [-(-(n + count) // BLOCK) for n in rows.tokens]
-        most = self.state.config.host_capacity_tokens
-        ready = self.state.ready == blocks and (most is None or max(rows.tokens) + count <= most)
-        if self.state.store is not None and not ready:
-            self.state.store.ensure(rows.tokens, [n + count for n in rows.tokens])
+        self.state.dirty_from = self._make_room(count)
         for layer in self.layers:
-            if not ready or not isinstance(layer, OasisLayer):
+            if layer.is_sliding:
                 layer.prepare(count)
-        self.state.dirty_from = self.state.ready = blocks
+
+    def prepare_ahead(self, count: int) -> None:
+        """The same for one token more, beside a step of `count` tokens that the device has just begun. Nothing is
+        raised for want of memory: the step that needs it will."""
+        rows, store = self.state.need_rows(), self.state.store
+        try:
+            self._make_room(count + 1)
+        except (MemoryError, torch.OutOfMemoryError):
+            if store is not None:  # what came in part goes back
+                store.truncate([n + count for n in rows.tokens])
+
+    def _make_room(self, count: int) -> list[int]:
+        """Pages, slots and summaries for `count` more tokens a row, unless they are known to be there. Returns how many
+        blocks a row that makes."""
+        state, rows = self.state, self.state.need_rows()
+        ends = [n + count for n in rows.tokens]
+        blocks, most = [-(-n // BLOCK) for n in ends], state.config.host_capacity_tokens
+        if state.ready != blocks or (most is not None and max(ends) > most):
+            if state.store is not None:
+                state.store.ensure(rows.tokens, ends)
+            for layer in self.sparse_layers:
+                layer.prepare(count)
+            state.ready = blocks
+        return blocks
 
     @property
     def device(self) -> torch.device:

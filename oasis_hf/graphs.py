@@ -351,10 +351,10 @@ def _kept(value: Any) -> Any:
 def _place(cache: "OasisCache") -> list[Any]:
     """Everything that a captured step finds by its address; hooks have a number that grows with every one registered
     anywhere."""
-    state = cache.state
+    state, device = cache.state, cache.device
     weight = next(cache.model.parameters())
     place: list[Any] = [(RemovableHandle.next_id, weight.data_ptr()), joined(cache.model)]
-    place += [state.need_rows().lengths(cache.device), state.need_rows().columns_on(cache.device)]
+    place += [state.need_rows().lengths(device), state.need_rows().columns_on(device)]
     for layer in cache.layers:
         place += layer.place()
     return place

@@ -204,9 +204,10 @@ class Stepper:
         if positions is not None:
             call["position_ids"] = positions
         verified = config.draft_tokens if config.speculate and step.drafts else 0
-        lengths = rows.lengths(cache.device)
+        device = cache.device
+        lengths = rows.lengths(device)
         step.held = None if ids is None else cache.drafter.hold(lengths, count)
-        step.pair = self._pair(count, step.drafts) if step.predicts else None
+        step.pair = self._pair(count, step.drafts, device) if step.predicts else None
         stack = functools.partial(self._stack, keeps=1 + verified if keeps_logits else None)
         if step.held is None:
             call = stack(call, step)
@@ -220,10 +221,12 @@ class Stepper:
             if step.pipeline is not None:
                 step.pipeline.predicted()
                 lengths.add_(count)
-                rows.columns_on(cache.device).add_(count)
+                rows.columns_on(device).add_(count)
             return out
 
         out = cache.graphs.run(cache, run, call, step, name)
+        if step.replayed:
+            cache.prepare_ahead(count)
         self.forwards += 1
         starts = lengths if step.held is not None or not cache.drafter.proposes else lengths.clone()
         rows.advance(count, on_device=not step.replayed or step.held is None)
@@ -289,9 +292,9 @@ class Stepper:
             )
         return False
 
-    def _pair(self, count: int, drafts: int) -> torch.Tensor:
+    def _pair(self, count: int, drafts: int, device: torch.device) -> torch.Tensor:
         """`query_weights` on the device `[2, W + drafts]`, in memory that stays while only their values change."""
-        state, device = self.cache.state, self.cache.device
+        state = self.cache.state
         values = query_weights(state.config, state.window, drafts, self.acceptance, count)
         have = self._pairs.get(drafts)
         if have is None or have[1].device != device:

@@ -35,9 +35,8 @@ class Summaries:
         have = self.vectors.shape[2]
         if blocks + 1 > have:
             more = max(blocks + 1, have + max(have // GROWTH, GROWTH)) - have
-            self.vectors = _widen(self.vectors, more)
-            if self.scales.ndim > 1:
-                self.scales = _widen(self.scales, more)
+            scales = _widen(self.scales, more) if self.scales.ndim > 1 else self.scales
+            self.vectors, self.scales = _widen(self.vectors, more), scales  # both or none, should memory run out
 
     def summarize(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return ops.summarize(keys, self.config.scorer, self.config.parts, self.config.summary_dtype == "int8")

@@ -54,13 +54,15 @@ class WorkingSet:
             more = min(max(want, 2 * have, FIRST_SLOTS), self.slots) - have
             rows, heads, _, dim = self.keys.shape
             room = self.keys.new_zeros((rows, heads, more * BLOCK, dim))
-            self.keys = torch.cat((self.keys, room), 2)
-            self.values = torch.cat((self.values, room), 2)
             empty = self.table.new_full((rows, heads, more), -1)
-            self.table = torch.cat((self.table, empty), 2)
-            self.last_selected = torch.cat((self.last_selected, torch.zeros_like(empty)), 2)
-            self.fresh = torch.cat((self.fresh, torch.zeros_like(empty, dtype=torch.bool)), 2)
-            self.order = self._order(self.allocated)
+            nothing = torch.zeros_like(empty)
+            new = [
+                torch.cat((self.keys, room), 2), torch.cat((self.values, room), 2), torch.cat((self.table, empty), 2),
+                torch.cat((self.last_selected, nothing), 2), torch.cat((self.fresh, nothing.bool()), 2),
+                self._order(have + more),
+            ]  # fmt: skip
+            # All or none: it may be tried again after there was no memory for one of them.
+            self.keys, self.values, self.table, self.last_selected, self.fresh, self.order = new
 
     def write_tail(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Tail entries 0 and on. keys, values: `[B, H, q, D]`."""

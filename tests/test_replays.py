@@ -3,15 +3,19 @@ stands in its tensors is new. What holds here holds of a graph, but for the orde
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from test_graphs import Fake, collects, fake_cuda  # noqa: F401
 from tiny import left_padded, prompt, tiny
 
-from oasis_hf import OasisCache, OracleDrafter
+from oasis_hf import HostMemoryError, OasisCache, OracleDrafter
 from oasis_hf.config import BLOCK
 from oasis_hf.graphs import StepGraphs
 from oasis_hf.layers import OasisLayer
+from oasis_hf.store import HostStore, pages
+from oasis_hf.summaries import Summaries
 
 
 class Again:
@@ -165,3 +169,179 @@ def test_accepted_drafts_between_replays(replays, family):
     assert torch.equal(*outs) and cache.stepper.skipped == eager.stepper.skipped > 20
     assert cache.graphs.replays > 15 and cache.graphs.captures <= 3
     assert all(torch.equal(value, cache.stats()[name]) for name, value in eager.stats().items())
+
+
+# -- what a replayed step makes ready for the next ---------------------------------------------------------------------
+
+
+@torch.no_grad()
+def feed(cache, tokens):
+    """Logits of steps fed by hand: tokens `[B, n]`."""
+    out = []
+    for at in range(tokens.shape[1]):
+        position = torch.full((len(tokens), 1), cache.get_seq_length())
+        out.append(cache.model(tokens[:, at : at + 1], position_ids=position, past_key_values=cache).logits)
+    return torch.cat(out, 1)
+
+
+def test_rows_that_open_blocks_at_a_replay_found_them_ready(replays, monkeypatch):
+    """What is done before a replay is launched, the device waits for."""
+    happened, ensure, replay = [], HostStore.ensure, Again.replay
+    monkeypatch.setattr(HostStore, "ensure", lambda self, *args: happened.append("pages") or ensure(self, *args))
+    monkeypatch.setattr(Again, "replay", lambda self: happened.append("replay") or replay(self))
+    cache = OasisCache(tiny("llama"), budget=64, compile_after=None)
+    decode(cache, inputs_of([100, 90, 61]), 10)
+    happened.clear()
+    blocks = list(cache.state.store.blocks)
+    feed(cache, prompt(3, 40, 1))
+    assert all(now >= before + 2 for now, before in zip(cache.state.store.blocks, blocks))
+    assert happened.count("replay") == 40 and happened[0] == "replay" and 6 <= happened.count("pages") <= 9
+    assert all(cache.state.store.blocks[row] == -(-(n + 1) // BLOCK) for row, n in enumerate(cache.state.rows.tokens))
+
+
+AHEAD = {
+    "nothing": lambda cache: cache,
+    "crop": lambda cache: cache.crop(-1),
+    "crop to a border": lambda cache: (feed(cache, prompt(2, 1, 7)), cache.crop(-1)),
+    "crop over a border": lambda cache: cache.crop(-20),
+    "other rows": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "one row twice": lambda cache: cache.reorder_cache(torch.tensor([0, 0])),
+    "fewer and more rows": lambda cache: (
+        cache.batch_select_indices(torch.tensor([1])),
+        cache.batch_repeat_interleave(2),
+    ),
+    "a turn": lambda cache: cache.model(prompt(2, 20, 5), past_key_values=cache),
+    "a turn of one row": lambda cache: cache.model(
+        prompt(2, 20, 5), attention_mask=torch.tensor([[1], [0]]).expand(2, 20), past_key_values=cache
+    ),
+    "hidden tokens": lambda cache: cache.model(
+        prompt(2, 1, 5), past_key_values=cache,
+        attention_mask=torch.cat((torch.ones(2, 106), torch.zeros(2, 6), torch.ones(2, 1)), 1).long(),
+    ),
+    "a reset": lambda cache: (cache.reset(), cache.model(prompt(2, 90, 5), past_key_values=cache)),
+    "a branch": lambda cache: copy.deepcopy(cache),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", AHEAD)
+@torch.no_grad()
+def test_whatever_comes_after_a_block_was_opened_ahead(replays, what):
+    """Both rows stand at a border, and have a block more already."""
+    model, ids = tiny("llama"), prompt(2, 100)
+    outs, caches = [], []
+    for graphs in (False, True):
+        cache = OasisCache(model, budget=64, graphs=graphs, compile_after=None)
+        model(ids, past_key_values=cache)
+        out = [feed(cache, prompt(2, 12, 1))]
+        assert not graphs or cache.state.store.blocks == [8, 8]
+        AHEAD[what](cache)
+        out.append(feed(cache, prompt(2, 1, 2)))
+        store, rows = cache.state.store, cache.state.rows.tokens
+        assert all(have >= -(-n // BLOCK) for have, n in zip(store.blocks, rows))
+        out.append(feed(cache, prompt(2, 60, 3)))
+        outs.append(torch.cat(out, 1))
+        caches.append(cache)
+    assert torch.equal(*outs) and caches[1].graphs.replays > 40
+    assert all(torch.equal(value, caches[1].stats()[name]) for name, value in caches[0].stats().items())
+
+
+@torch.no_grad()
+def test_branches_made_when_a_block_was_opened_ahead_go_their_own_ways(replays):
+    model, ids = tiny("llama"), prompt(2, 100)
+    outs = []
+    for graphs in (False, True):
+        cache = OasisCache(model, budget=64, graphs=graphs, compile_after=None)
+        model(ids, past_key_values=cache)
+        feed(cache, prompt(2, 12, 1))
+        branch = copy.deepcopy(cache)
+        out = []
+        for first in range(0, 80, 8):  # in turns: each writes its own pages under the other's eyes
+            out += [feed(each, prompt(2, 80, seed)[:, first : first + 8]) for each, seed in ((cache, 2), (branch, 3))]
+        outs.append(torch.cat(out, 1))
+        tables = [each.state.store.table for each in (cache, branch)]
+        shared = set(tables[0][tables[0] >= 0].tolist()) & set(tables[1][tables[1] >= 0].tolist())
+        assert len(shared) == 2 * 2 * 3 * 7
+    assert torch.equal(*outs)
+
+
+@torch.no_grad()
+def test_rows_grow_to_exactly_the_capacity(replays):
+    model, ids, tokens = tiny("llama"), prompt(2, 100), prompt(2, 12, 1)
+    for capacity in (112, 110):  # at a border and within a block
+        outs = []
+        for graphs in (False, True):
+            cache = OasisCache(model, budget=64, graphs=graphs, compile_after=None, host_capacity_tokens=capacity)
+            model(ids, past_key_values=cache)
+            outs.append(feed(cache, tokens[:, : capacity - 100]))
+            with pytest.raises(HostMemoryError, match=f"A row would hold {capacity + 1} tokens"):
+                feed(cache, tokens[:, :1])
+            assert cache.get_seq_length() == capacity
+            cache.crop(-3)
+            outs[-1] = torch.cat((outs[-1], feed(cache, tokens[:, :3])), 1)
+        assert cache.graphs.replays == capacity - 100 - 2 + 3 and torch.equal(*outs)
+
+
+def out_of_host_memory(patch):
+    patch.setattr(pages, "available_host_bytes", lambda: 0)
+    return HostMemoryError
+
+
+def out_of_device_memory(patch):
+    ensure = Summaries.ensure
+
+    def fails(self, blocks):
+        if blocks > 7:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        ensure(self, blocks)
+
+    patch.setattr(Summaries, "ensure", fails)
+    return torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("lacks", [out_of_host_memory, out_of_device_memory])
+@torch.no_grad()
+def test_memory_that_is_lacking_is_told_by_the_step_that_needs_it(replays, monkeypatch, lacks):
+    model, ids, tokens = tiny("llama"), prompt(2, 100), prompt(2, 60, 1)
+    outs = []
+    for graphs in (False, True):
+        cache = OasisCache(model, budget=64, graphs=graphs, compile_after=None)
+        model(ids, past_key_values=cache)
+        with monkeypatch.context() as patch:
+            error = lacks(patch)
+            out = [feed(cache, tokens[:, :12])]
+            assert cache.get_seq_length() == 112 and cache.state.store.blocks == [7, 7]
+            with pytest.raises(error):
+                feed(cache, tokens[:, 12:13])
+        assert cache.get_seq_length() == 112
+        out.append(feed(cache, tokens[:, 12:]))
+        outs.append(torch.cat(out, 1))
+    assert cache.graphs.replays > 40 and torch.equal(*outs)
+
+
+@torch.no_grad()
+def test_memory_that_is_there_again_when_a_step_needs_it_is_enough(replays, monkeypatch):
+    model, ids, tokens = tiny("llama"), prompt(2, 100), prompt(2, 60, 1)
+    outs = []
+    for lacks in (None, out_of_host_memory, out_of_device_memory):
+        cache = OasisCache(model, budget=64, graphs=lacks is not None, compile_after=None)
+        model(ids, past_key_values=cache)
+        with monkeypatch.context() as patch:
+            if lacks is not None:
+                lacks(patch)
+            out = [feed(cache, tokens[:, :12])]
+        outs.append(torch.cat((*out, feed(cache, tokens[:, 12:])), 1))
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@torch.no_grad()
+def test_an_interrupted_preparation_leaves_the_rows_as_they_were(replays, monkeypatch):
+    model, ids, tokens = tiny("llama"), prompt(2, 100), prompt(2, 60, 1)
+    cache = OasisCache(model, budget=64, compile_after=None)
+    model(ids, past_key_values=cache)
+    feed(cache, tokens[:, :11])
+    with monkeypatch.context() as patch:
+        patch.setattr(OasisLayer, "prepare", lambda self, count: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            feed(cache, tokens[:, 11:12])
+    assert cache.get_seq_length() == 111 and cache.state.store.blocks == [7, 7] and cache.state.first_due
+    assert feed(cache, tokens[:, 11:]).isfinite().all() and cache.graphs.replays > 40

@@ -133,3 +133,21 @@ def test_rows_can_be_chosen_before_anything_is_written(dtype):
     summaries.ensure(2)
     summaries.write(2, 0, blocks(2, 4))
     assert_holds(summaries, 2, 0, blocks(2, 4))
+
+
+def test_where_memory_runs_out_nothing_has_grown(monkeypatch):
+    sums = make()
+    sums.ensure(3)
+    before, made, cat = (sums.vectors, sums.scales), [], torch.cat
+
+    def runs_out(*args):
+        made.append(1)
+        if len(made) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return cat(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", runs_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            sums.ensure(30)
+    assert sums.vectors is before[0] and sums.scales is before[1]

@@ -101,6 +101,26 @@ def test_no_sync_with_padded_rows():
         assert all(seen == [] for seen in inside) and whole == []
 
 
+def test_no_sync_where_rows_open_blocks_at_every_other_step():
+    """The operators' copy of the table, which only a GPU has, is brought up to date without one too."""
+    model, lengths = tiny("llama"), [100 - row for row in range(0, 16, 2)]
+    cache = OasisCache(model, budget=64)
+    with torch.no_grad():
+        model(**left_padded(lengths), past_key_values=cache, logits_to_keep=1)
+    store = cache.state.store
+    store.device_table, store._settle = store.table.clone(), lambda: None
+    opened = 0
+    for _ in range(32):
+        before = list(store.blocks)
+        with CountSyncs() as counter, torch.no_grad():
+            cache.prepare(1)
+        assert counter.seen == []
+        cache.state.need_rows().advance(1)
+        opened += store.blocks != before
+    known = store.table >= 0
+    assert opened == 16 and torch.equal(store.device_table[known], store.table[known])
+
+
 def test_the_counter_counts():
     with CountSyncs() as counter:
         x = torch.arange(4)

@@ -331,3 +331,25 @@ def test_open_plan_fetches_a_missing_open_block_into_the_oldest_slot_only_where_
     assert plan_block.flatten().tolist() == [5, -1, -1] and int(plan_slot[0]) == 1
     assert working_set.table[:, 0].tolist() == [[0, 5, 2], [0, 1, 2], [0, 1, 2]]
     assert working_set.last_selected[:, 0].tolist() == [[4, 6, 3], [4, 2, 6], [4, 2, 3]]
+
+
+@pytest.mark.parametrize("last", range(6))
+def test_where_memory_runs_out_nothing_has_grown(monkeypatch, last):
+    """Then the same may be asked for again."""
+    working_set, made, cat = make(40, ensure=3), [], torch.cat
+
+    def runs_out(*args):
+        made.append(1)
+        if len(made) > last:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return cat(*args)
+
+    before = dict(vars(working_set))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", runs_out)
+        patch.setattr(WorkingSet, "_order", lambda self, slots: runs_out([torch.zeros(slots)]))
+        with pytest.raises(torch.OutOfMemoryError):
+            working_set.ensure(20)
+    assert all(vars(working_set)[name] is value for name, value in before.items())
+    working_set.ensure(20)
+    assert working_set.allocated == len(working_set.order) == (working_set.keys.shape[2] - TAIL) // BLOCK == 20

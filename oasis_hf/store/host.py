@@ -13,6 +13,9 @@ from .base import BlockStore, Move
 from .outbound import Outbound
 from .pages import HostMemoryError, PagePool
 
+STAGED_BYTES = 1 << 20
+"""Most entries of a table sent by pinned memory at once: torch never gives it back. A prompt's may be more."""
+
 
 def blocks_of(tokens: int) -> int:
     """Blocks that hold `tokens` tokens, the open one included."""
@@ -53,10 +56,9 @@ class HostStore(BlockStore):
         self._finalizer = weakref.finalize(self, _release, self.pool, holder)
 
     def _set_table(self, table: torch.Tensor) -> None:
-        self.table = table
-        self._holder[0] = table
-        if self.device_table is not None:
-            self.device_table = table.to(self.device)
+        if self.device_table is not None:  # first: where there is no memory for it, nothing has changed
+            self.device_table = table.to(self.device, copy=True)
+        self.table = self._holder[0] = table
 
     def _settle(self) -> None:
         """The device may still be writing pages, or reading those that a row gave back: wait for it before the host
@@ -67,8 +69,8 @@ class HostStore(BlockStore):
     def _preallocate(self, tokens: int) -> None:
         layers, rows, heads, _ = self.table.shape
         pages = self.pool.allocate(layers * rows * heads * blocks_of(tokens))
-        self._settle()
-        self.pool.pages[pages[0] : pages[-1] + 1].zero_()  # touched: committed by the system, not just reserved
+        if not self.pool.pin:  # what is pinned was touched for it
+            self.pool.pages[pages[0] : pages[-1] + 1].zero_()  # committed by the system, not just reserved
         self.pool.release(pages)
 
     def ensure(self, old: list[int], new: list[int]) -> None:
@@ -79,21 +81,35 @@ class HostStore(BlockStore):
             )
         want = [blocks_of(n) for n in new]
         fresh = [(row, have, blocks) for row, (have, blocks) in enumerate(zip(self.blocks, want)) if blocks > have]
+        held = list(self.blocks)
         if fresh:
-            layers, _, heads, capacity = self.table.shape
-            self._widen(max(want), capacity)
-            counts = [blocks - have for _, have, blocks in fresh]
-            pages = self.pool.allocate(layers * heads * sum(counts)).split([layers * heads * c for c in counts])
-            for (row, have, blocks), page in zip(fresh, pages):
-                self.table[:, row, :, have:blocks] = page.view(layers, heads, blocks - have)
-                self.blocks[row] = blocks
-            if self.device_table is not None:
-                low, high = min(have for _, have, _ in fresh), max(want)
-                self.device_table[..., low:high] = self.table[..., low:high].to(self.device)
+            self._add(fresh)
         if self._shared:
             for row, (before, after) in enumerate(zip(old, new)):
-                if after > before and before % BLOCK:
-                    self._unshare(row, before // BLOCK)
+                if after > before:
+                    for block in range(before // BLOCK, min(held[row], blocks_of(after))):
+                        self._unshare(row, block)
+
+    def _add(self, fresh: list[tuple[int, int, int]]) -> None:
+        """New pages. fresh: rows, how many blocks each has, and how many it is to have."""
+        layers, _, heads, capacity = self.table.shape
+        self._widen(max(blocks for _, _, blocks in fresh), capacity)
+        rows = torch.cat([torch.full((blocks - have,), row) for row, have, blocks in fresh])
+        at = torch.cat([torch.arange(have, blocks) for _, have, blocks in fresh])
+        pages = self.pool.allocate(layers * heads * len(at)).view(layers, heads, -1).permute(2, 0, 1)
+        self.table[:, rows, :, at] = pages
+        for row, _, blocks in fresh:
+            self.blocks[row] = blocks
+        if self.device_table is not None:
+            new = self._sent(torch.cat((rows[:, None], at[:, None], pages.flatten(1)), 1))
+            self.device_table[:, new[:, 0], :, new[:, 1]] = new[:, 2:].unflatten(1, (layers, heads))
+
+    def _sent(self, entries: torch.Tensor) -> torch.Tensor:
+        """A table's entries on the device. What a decode step adds is little and goes by pinned memory, which torch
+        keeps until it has been read: the host does not wait."""
+        if self.device.type == "cuda" and entries.nbytes <= STAGED_BYTES:
+            entries = entries.pin_memory()
+        return entries.to(self.device, non_blocking=True)
 
     def _widen(self, blocks: int, capacity: int) -> None:
         if blocks > capacity:
@@ -101,7 +117,7 @@ class HostStore(BlockStore):
             self._set_table(torch.cat((self.table, room), -1))
 
     def _unshare(self, row: int, block: int) -> None:
-        """Copy-on-write of an open block's pages."""
+        """Copy-on-write of a block's pages: an open one's, or one's that stood ready when the row was branched."""
         pages = self.table[:, row, :, block]
         shared = self.pool.references[pages] > 1
         if shared.any():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -13,6 +14,9 @@ from ..config import BLOCK
 
 PIECE_BYTES = 1 << 30
 """Largest piece registered with CUDA at once: bigger ones are slower to pin and fail whole."""
+
+AHEAD_BYTES = 64 << 20
+"""Most memory taken before it is asked for: what a decode step waits for when its pool grows."""
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
 
@@ -50,6 +54,11 @@ def _system_available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def _touch(memory: torch.Tensor) -> None:
+    """Have the system give memory now, by many threads: CUDA pins in a fraction of the time what is there already."""
+    memory.zero_()
+
+
 _unpinned_later: list[tuple[list[tuple[int, int]], torch.Tensor]] = []
 
 
@@ -76,7 +85,7 @@ class PagePool:
 
     One address range is reserved at once and costs nothing until it is touched, so the pool grows a page at a time,
     copies nothing and keeps its base address. On CUDA each newly used piece is registered with `cudaHostRegister`,
-    exactly as large as needed (torch's pinned allocator rounds 3 GiB up to 4).
+    hardly larger than needed (torch's pinned allocator rounds 3 GiB up to 4).
 
     Args:
         head_dim: D. dtype: of the pages. pin: register with CUDA.
@@ -89,11 +98,15 @@ class PagePool:
             reserve_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.capacity = max(1, reserve_bytes // self.page_bytes)
         memory = mmap.mmap(-1, self.capacity * self.page_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        if pin:  # what is pinned is touched whole: in huge pages that takes a fraction of the time
+            with contextlib.suppress(OSError, AttributeError):  # a system without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
         self.pages = torch.frombuffer(memory, dtype=dtype).view(self.capacity, 2, BLOCK, head_dim)
         self.references = torch.zeros(0, dtype=torch.int32)
         self.pin = pin
         self._free = torch.zeros(0, dtype=torch.int64)
         self._used = 0  # high-water mark: pages beyond it were never handed out
+        self._covered = 0  # pages whose memory is pinned or, without pinning, was available when last looked at
         self._pieces: list[tuple[int, int]] = []
         if pin:
             weakref.finalize(self, _unpin, self._pieces, self.pages)
@@ -117,10 +130,9 @@ class PagePool:
             HostMemoryError: more than the host has or CUDA can pin; nothing is allocated.
         """
         fresh = max(0, count - len(self._free))
-        self._check(fresh)
         used = self._used + fresh
-        if self.pin and used * self.page_bytes > self.pinned_bytes:
-            self._pin_to(used * self.page_bytes)
+        if used > self._covered:
+            self._cover(used)
         reused = self._free[len(self._free) - (count - fresh) :]
         self._free = self._free[: len(self._free) - (count - fresh)]
         pages = torch.cat((reused, torch.arange(self._used, used)))
@@ -141,23 +153,30 @@ class PagePool:
         gone = pages[self.references[pages] == 0].unique()
         self._free = torch.cat((self._free, gone))
 
-    def _check(self, fresh: int) -> None:
-        need, free = fresh * self.page_bytes, available_host_bytes()
-        if need > free or self._used + fresh > self.capacity:
+    def _cover(self, used: int) -> None:
+        """See to the memory of the first `used` pages, and of a few more: asking the system at every small growth would
+        cost a decode step more than the growth itself."""
+        more, free = used - self._covered, available_host_bytes()
+        need = more * self.page_bytes
+        if need > free or used > self.capacity:
             raise HostMemoryError(
-                f"The full KV cache needs {fresh:,} more pages x {self.page_bytes:,} bytes = {need / 2**30:.2f} GiB of "
+                f"The full KV cache needs {more:,} more pages x {self.page_bytes:,} bytes = {need / 2**30:.2f} GiB of "
                 f"host memory, but {free / 2**30:.2f} GiB are available (pages in use: {self.pages_in_use:,}); use "
                 "fewer rows, a shorter context or a smaller host_dtype."
             )
+        ahead = min(used // 100, AHEAD_BYTES // self.page_bytes, (free - need) // self.page_bytes, self.capacity - used)
+        if self.pin:
+            self._pin_to((used + ahead) * self.page_bytes)
+        self._covered = used + ahead
 
-    def _pin_to(self, needed: int) -> None:
+    def _pin_to(self, target: int) -> None:
         _unpin_now()
         page = mmap.PAGESIZE
         done = self.pinned_bytes
-        # A little ahead, so that a long decode does not pin every sixteenth step; at most 1 % more than asked.
-        target = min(needed + needed // 100, self.capacity * self.page_bytes)
-        while done < needed:
+        memory = self.pages.view(-1).view(torch.uint8)
+        while done < target:
             size = min(PIECE_BYTES, -(-(target - done) // page) * page)
+            _touch(memory[done : done + size])  # nothing of it was handed out yet
             address = self.pages.data_ptr() + done
             status = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[attr-defined]
             if int(status) != 0:

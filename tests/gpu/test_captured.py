@@ -111,6 +111,23 @@ def test_many_steps_keep_memory_and_graphs_bounded(model):  # noqa: F811
     assert torch.cuda.memory_reserved() <= before + (64 << 20)
 
 
+def test_rows_that_open_blocks_by_and_by_never_wait_for_the_device(model):  # noqa: F811
+    """What a replayed step makes ready for the next: pages and their entries in the operators' table."""
+    cache = OasisCache(model, budget=112, compile_after=None)
+    generate(model, on_gpu(left_padded([200 - row for row in range(16)])), cache, max_new_tokens=12)
+    store, rows = cache.state.store, cache.state.need_rows()
+    table = store.device_table
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            cache.prepare_ahead(0)
+            rows.advance(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    known = store.table >= 0
+    assert store.device_table is table and torch.equal(table.cpu()[known], store.table[known])
+
+
 def test_what_cannot_be_captured_runs_eagerly_and_says_why(model):  # noqa: F811
     cache = OasisCache(model, budget=112, store="resident")
     generate(model, prompt(1, 150).cuda(), cache, max_new_tokens=5)
