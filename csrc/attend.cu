@@ -367,7 +367,9 @@ cudaError_t make_plan(int B, int H, int G, int T, int S, int D, Plan& plan) {
     if (error != cudaSuccess) return error;
     const int sms = limits.sms > 2 * GATHER_CTAS ? limits.sms - GATHER_CTAS : limits.sms;
     const int64_t at_once = static_cast<int64_t>(sms) * std::max(1, limits.sm_shared / (shared_bytes(D) + 1024));
-    const int64_t most = std::min({at_once, plan.total / MIN_SHARE, plan.units * MAX_SHARES});
+    int64_t most = std::min({at_once, plan.total / MIN_SHARE, plan.units * MAX_SHARES});
+    // Where units are few, no share has tiles of two: what that leaves idle costs less than a second start.
+    if (most >= 4 * plan.units) most -= most % plan.units;
     plan.ctas = static_cast<int>(std::max(int64_t(1), most));
     const int64_t share = plan.total / plan.ctas;  // of the CTA that has least
     plan.most_parts = static_cast<int>((S + share - 1) / share) + 1;

@@ -24,17 +24,6 @@ ROWS, HEADS, DIM, CAP, SLOTS, LAUNCHES = 64, 8, 128, 24, 129, 40
 PAGE = 2 * BLOCK * DIM * 2
 
 
-def captured(launch: Callable[[int], Any], count: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    with torch.cuda.stream(stream):
-        launch(0)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(count):
-                launch(i)
-    return graph
-
-
 def foreground() -> dict[str, Callable[[int], Any]]:
     big = [torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     rows = torch.randn(96, 4096, device="cuda", dtype=torch.bfloat16)
@@ -66,23 +55,22 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for ctas in args.ctas:
         cuda.GATHER_CTAS = ctas
-        gather = captured(lambda i: cuda.gather(pages, table, keys, values, plans[i % 4], slots), 4 * LAUNCHES, side)
         for name, launch in foreground().items():
-            graph = captured(launch, LAUNCHES, front)
             times: dict[bool, list[float]] = {False: [], True: []}
             for beside in [False, True] * 8:
                 torch.cuda.synchronize()
                 if beside:
                     with torch.cuda.stream(side):
-                        gather.replay()
+                        for i in range(4 * LAUNCHES):
+                            cuda.gather(pages, table, keys, values, plans[i % 4], slots)
                         done = torch.cuda.Event(enable_timing=True)
                         done.record()
                 with torch.cuda.stream(front):
-                    if beside:
-                        torch.cuda._sleep(200_000)  # the gather is on its way
+                    torch.cuda._sleep(2_000_000)  # until all is launched, and the gather is on its way
                     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                     begin.record()
-                    graph.replay()
+                    for i in range(LAUNCHES):
+                        launch(i)
                     end.record()
                 torch.cuda.synchronize()
                 if beside:
