@@ -205,7 +205,6 @@ class StepGraphs:
         # Of other shapes those stay that hold no buffers of the past.
         self.captured = {at: one for at, one in self.captured.items() if _same(one.place[: len(place)], place)}
         if self._idle >= MOST_IDLE:
-            self._broken = "the cache is rearranged at nearly every step (beams, or a caller's own verification)"
             return None
         self.settle(cache)
         try:
@@ -248,6 +247,8 @@ class StepGraphs:
             return "graphs=False"
         if self._broken is not None:
             return self._broken
+        if self._idle >= MOST_IDLE:
+            return "the cache is rearranged at nearly every step (beams, or a caller's own verification)"
         if cache.device.type != "cuda":
             return "the model is not on a CUDA device"
         if step.mode != "decode" or step.count != 1:

@@ -17,6 +17,9 @@ def cache():
     return cache
 
 
+REFUSES = graphs.StepGraphs._refuses
+
+
 class Played:
     """Stands for a CUDA graph: says how often it was replayed."""
 
@@ -91,11 +94,16 @@ def test_another_address_or_shape_is_another_graph(cache, captures):
 
 
 def test_a_cache_that_is_rearranged_at_every_step_is_left_alone(cache, captures, monkeypatch):
-    monkeypatch.setattr(graphs.StepGraphs, "_refuses", lambda self, *args: self._broken)
+    monkeypatch.setattr(graphs.StepGraphs, "_refuses", REFUSES)
+    monkeypatch.setattr(type(cache), "device", torch.device("cuda"))
     for address in range(20):
         cache.fake_address = address
         run(cache, call(), step())
     assert len(captures) == graphs.MOST_IDLE and "rearranged" in cache.graphs.refused
+    cache.graphs.forget()  # other rows may be used in another way
+    for _ in range(4):
+        run(cache, call(), step())
+    assert len(captures) == graphs.MOST_IDLE + 1 and cache.graphs.refused is None
 
 
 def test_graphs_that_pay_are_made_again_and_again(cache, captures):

@@ -465,6 +465,8 @@ def op_calls():
         "append",
         (keys, values, table.clone(), ages, lengths, torch.arange(4), randn(2, 2, 8), randn(2, 2, 8), torch.tensor(1)),
     )
+    fresh = torch.ones(2, 2, 4, dtype=torch.bool)
+    yield "enter", (query, randn(2, 2, 4, 8), randn(2, 2, 4, 8), randn(2, 6, 7, 8), 1, 4, keys, values, fresh)
     yield "attend", (query, keys, values, table, lengths, mask, 0.3, None)
     yield "attend", (query, keys, values, table, lengths, mask, 0.3, randn(6))
     # As a model hands it over: [B, q, Hq, D], transposed. Compiled code relies on the strides that were promised.

@@ -180,6 +180,10 @@ class PagePool:
             address = self.pages.data_ptr() + done
             status = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[attr-defined]
             if int(status) != 0:
+                if torch.cuda.is_initialized():
+                    # CUDA tells an error again to the next launch that asks, which must not be the caller's.
+                    with contextlib.suppress(RuntimeError):
+                        torch.zeros(1, device="cuda")
                 raise HostMemoryError(
                     f"CUDA could not pin {size / 2**30:.2f} GiB more of host memory (error {int(status)}; "
                     f"{done / 2**30:.2f} GiB are pinned); use fewer rows or a shorter context, or raise the limit "
