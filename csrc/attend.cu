@@ -16,7 +16,7 @@
 // A chunk of query rows of a (row, head) is a unit. The tiles of all units are one line, cut into equal shares, one a
 // CTA, so that all end together whatever the batch (stream-K; a grid of one CTA a unit has a last wave that is mostly
 // empty). Where a unit is cut, each CTA leaves a partial result in scratch, and the last to arrive merges them, always in
-// the same order. As many CTAs as fit at once, but on the SMs of a gather that runs beside (GATHER_CTAS).
+// the same order. There are as many CTAs as fit at once beside a gather that is running (GATHER_CTAS).
 #include <algorithm>
 #include <climits>
 
@@ -29,7 +29,7 @@ namespace {
 constexpr int TILE = 16;          // tokens
 constexpr int STAGES = 3;         // tiles in a warp's ring
 constexpr int MIN_SHARE = 8;      // tiles a CTA takes at least
-constexpr int MAX_SHARES = 64;    // CTAs a unit at most: the last one merges what they leave
+constexpr int MAX_SHARES = 64;    // CTAs a unit on average at most: the last one merges what they leave
 constexpr float SLACK = 8.0f;     // in log2: P stays under 256
 
 constexpr int warps(int D) { return D > 128 ? 2 : 4; }

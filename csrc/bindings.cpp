@@ -14,7 +14,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t ANY = -1;
 
-// A ValueError of Python's with this message unless `ok`. Not torch's own error, which first walks the stack.
+// A ValueError of Python's with this message unless `ok`.
 #define REQUIRE(ok, ...)                                                  \
     do {                                                                  \
         if (!(ok)) throw pybind11::value_error(c10::str(__VA_ARGS__));    \
@@ -444,6 +444,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("select", &select_blocks);
     m.def("gather", &gather);
     m.def("gather_layers", &gather_layers);
+    m.attr("GATHER_LAYERS") = oasis::GATHER_LAYERS;
     m.def("write", &write_tokens);
     m.def("append", &append);
     m.def("enter", &enter);

@@ -8,7 +8,7 @@
 //   CTAs come in clusters of two on one GPC. So the whole grid is one cluster of four: it takes two such pairs and
 //   leaves 64, where four CTAs that stand alone can break four pairs and make every product run twice as long.
 // - An SM reads about 25 GB/s from the host when nothing else runs, and 15 beside attention: four are enough, two not.
-// - Twelve warps with a page in flight each leave room for a CTA of attend on the same SM.
+// - Its warps fill an SM's shared memory: a CTA of attend on the same SM would end long after all others.
 // A warp takes 32 pairs of the plan at once, one a lane, so that the latencies of plan, slot and page are paid once for
 // all of them; then piece after piece goes through shared memory, which takes no registers: while one is stored, the
 // next is on its way.
@@ -113,7 +113,9 @@ bool takes(int count, int B, int H, int S, int C, int D, int element) {
 
 cudaError_t gather(const void* pages, const GatherLayer* layers, int count, int64_t table_row, int64_t table_head,
                    int B, int H, int S, int C, int D, int element, int ctas, cudaStream_t stream) {
-    if (!takes(count, B, H, S, C, D, element)) return cudaErrorInvalidValue;
+    bool odd = misaligned(pages, 16);
+    for (int i = 0; i < count; ++i) odd = odd || misaligned(layers[i].keys, 16) || misaligned(layers[i].values, 16);
+    if (odd || !takes(count, B, H, S, C, D, element)) return cudaErrorInvalidValue;
     if (count == 0 || B == 0 || C == 0) return cudaSuccess;
     Plan plan = {{}, table_row, table_head, count, H, S, C, D * element, static_cast<unsigned>(B) * H * C,
                  static_cast<unsigned>(B) * H};

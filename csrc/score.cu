@@ -346,8 +346,8 @@ cudaError_t run_with(Arguments a, int B, cudaStream_t stream) {
     // Values get what an SM's CTAs leave of its shared memory.
     const int bytes = std::max(S::RING_BYTES, std::min(limits.sm_shared / S::CTAS, limits.cta_shared) - RESERVED);
     a.room = (bytes - S::RING_BYTES) / 4, a.chunks = (a.G * a.T + S::ROWS - 1) / S::ROWS;
-    // One wave at most: half the CTAs of one are enough for the memory's bandwidth, and each has its start and end.
-    // What comes after the first chunk of query rows has mostly nothing to do, and is not counted.
+    // One wave at most: two CTAs an SM are enough for the memory's bandwidth, and each has its start and end. What comes
+    // after the first chunk of query rows is not counted: up to 16 rows, it has nothing to do.
     const int64_t slots = std::min(limits.sms * 2, MOST_CTAS), pairs = int64_t(B) * a.H;
     a.splits = std::max(1, std::min<int>(slots / pairs, (a.N << a.log_p) / (TILE * S::WARPS)));
     return launch(score_kernel<E, D, INT8, FEW>, dim3(a.splits * a.chunks, a.H, B), S::THREADS, bytes, a, stream);

@@ -1,8 +1,8 @@
 """`oasis-hf bench`: the time of a decode step over a model of random weights, and where its bytes go.
 
 With random weights what is missed means nothing, so misses are forced: every KV head of every layer fetches exactly C
-uniformly random blocks a step. The full KV is not made either: all pages of a row's blocks lie somewhere in a pinned
-pool of `pool_gib`, which the link can't tell.
+blocks a step, uniformly drawn for each row and head. The full KV is not made either: all pages of a row's blocks lie
+somewhere in a pinned pool of `pool_gib`, which the link can't tell.
 """
 
 from __future__ import annotations

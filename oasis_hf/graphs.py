@@ -209,7 +209,7 @@ class StepGraphs:
         self.settle(cache)
         try:
             have = self.captured[shape] = self._capture(cache, forward, call, step, place + extra, layers, name)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             # Nothing has run: the step is still to be done.
             why = f"it could not be captured ({first_line(error)})"
             if layers is not None:
@@ -301,6 +301,7 @@ class StepGraphs:
                     self._pipeline.join()
                 except BaseException:
                     # Ended properly if it can be; the first error is the one to tell.
+                    self._pipeline.drop()
                     for end in (self._pipeline.join, graph.capture_end):
                         with contextlib.suppress(RuntimeError):
                             end()

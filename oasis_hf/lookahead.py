@@ -49,7 +49,7 @@ def query_weights(
     Args:
         acceptance: running rate at which verified drafts are the next input.
         count: tokens that the step commits; where they are several, the caller's own candidates, which of them stays
-            is not known yet, so all of them count alike.
+            is not known yet, so all of them (the latest W) count alike.
     """
     kind = config.lookahead
     nothing = [0.0] * drafts

@@ -95,6 +95,10 @@ class Pipeline:
                 self._gather(self._sent)
             self._sent = []
 
+    def drop(self) -> None:
+        """What is not yet sent never is: the capture has failed."""
+        self._sent = []
+
     def predicted(self) -> None:
         """The current stream waits until all is predicted: then what prediction reads, such as lengths, may change."""
         if self.predict in self._forked:

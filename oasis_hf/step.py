@@ -103,7 +103,8 @@ class Stepper:
 
     def _undo(self, recent: list[torch.Tensor | None]) -> None:
         """A forward was interrupted, perhaps between layers or in the middle of one: the rows are as they were, and
-        what the working sets hold is no longer known, so it is selected anew. recent: each layer's before it."""
+        what the working sets hold is no longer known, so it is selected anew. recent: each layer's before it (a replay
+        that ran to its end has written over them, which only the next prediction sees)."""
         self.forget()
         state = self.cache.state
         rows = state.need_rows()

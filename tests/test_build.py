@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from oasis_hf import pipeline
 from oasis_hf.config import BLOCK, TAIL
-from oasis_hf.ops import build, reference
+from oasis_hf.ops import build, cuda, reference
 
 try:
     build.toolchain()
@@ -272,5 +273,6 @@ def test_layers_that_are_not_alike_are_refused(extension):
         other[at] = other[at] * 5
         with pytest.raises(ValueError, match="lists must name the same 1 to 8 layers"):
             extension.gather_layers(one["pages"], *other, 0, 0)
+    assert extension.GATHER_LAYERS == cuda.GATHER_LAYERS >= pipeline.TOGETHER
     with pytest.raises(ValueError, match="lists must name the same 1 to 8 layers, not 0 in `keys`"):
         extension.gather_layers(one["pages"], *([] for _ in lists), 0, 0)

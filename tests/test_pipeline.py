@@ -117,6 +117,15 @@ def test_what_is_used_beside_is_held_until_the_join(pipeline):
     assert not pipeline._held
 
 
+def test_a_failed_capture_sends_nothing_more(pipeline):
+    pipeline.begin(SimpleNamespace(gather_layers=lambda moves: pipeline.say("gather")), [])
+    with pipeline.beside():
+        pipeline.send((0,))
+    pipeline.drop()
+    pipeline.join()
+    assert all(what != "gather" for _, what in LOG)
+
+
 def test_what_a_failed_capture_left_is_forgotten(pipeline):
     pipeline.begin(SimpleNamespace(gather_layers=lambda moves: None), [(1,)])
     pipeline.send((0,))

@@ -394,6 +394,25 @@ def test_a_table_that_has_no_room_on_the_device_leaves_the_host_s_as_it_was(monk
     assert torch.equal(store.device_table[..., :3], store.table[..., :3])
 
 
+def test_entries_that_could_not_be_sent_are_sent_by_the_next_try(monkeypatch):
+    store = with_table(host())
+    fill(store, 0, 16)
+    store.ensure([16], [40])  # wide enough from here on
+    store.truncate([16])
+    used = store.pool.pages_in_use
+
+    def fail(entries):
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_sent", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            store.ensure([16], [40])
+    assert store.blocks == [1] and store.pool.pages_in_use == used
+    store.ensure([16], [40])
+    assert store.blocks == [3] and torch.equal(store.device_table[..., :3], store.table[..., :3])
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -619,6 +638,22 @@ def test_pinning_stops_at_the_end_of_the_reserved_range(runtime):
     pool = PagePool(1024, torch.float32, True, reserve_bytes=10 * (128 << 10))
     pool.allocate(10)
     assert pool.pinned_bytes == 10 * pool.page_bytes
+
+
+def test_what_is_ahead_is_done_without_where_it_cannot_be_pinned(monkeypatch, runtime):
+    pool = big_pool()
+    register, most = runtime.cudaHostRegister, 4001 * pool.page_bytes
+
+    def limited(address, size, flags):
+        runtime.error = 2 if address + size > pool.pages.data_ptr() + most else 0
+        return register(address, size, flags)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", limited)
+    pool.allocate(4000)
+    assert pool.pinned_bytes == 4000 * pool.page_bytes
+    pool.allocate(1)
+    with pytest.raises(HostMemoryError, match="could not pin"):
+        pool.allocate(1)
 
 
 def test_pages_used_again_are_not_pinned_again(runtime):

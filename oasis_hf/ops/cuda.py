@@ -293,8 +293,8 @@ def attend(
     rows, heads, slots = table.shape
     module = extension()
     sizes = rows, heads, query.shape[1] // heads, query.shape[2], slots, query.shape[3]
-    scratch = _buffer("attend", query, module.attend_scratch(*sizes), module.attend_counters(*sizes))
-    with torch.cuda.device(query.device):
+    with torch.cuda.device(query.device):  # whose multiprocessors the shares are made for
+        scratch = _buffer("attend", query, module.attend_scratch(*sizes), module.attend_counters(*sizes))
         module.attend(
             _lines(query), keys, values, table, lengths, tail_mask, scaling, None if sinks is None else sinks.float(),
             out, scratch, _stream(query),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import torch
@@ -97,18 +98,23 @@ class HostStore(BlockStore):
         rows = torch.cat([torch.full((blocks - have,), row) for row, have, blocks in fresh])
         at = torch.cat([torch.arange(have, blocks) for _, have, blocks in fresh])
         pages = self.pool.allocate(layers * heads * len(at)).view(layers, heads, -1).permute(2, 0, 1)
+        if self.device_table is not None:  # first: where that fails, the host's table must not be ahead of it
+            try:
+                new = self._sent(torch.cat((rows[:, None], at[:, None], pages.flatten(1)), 1))
+                self.device_table[:, new[:, 0], :, new[:, 1]] = new[:, 2:].unflatten(1, (layers, heads))
+            except BaseException:
+                self.pool.release(pages.flatten())
+                raise
         self.table[:, rows, :, at] = pages
         for row, _, blocks in fresh:
             self.blocks[row] = blocks
-        if self.device_table is not None:
-            new = self._sent(torch.cat((rows[:, None], at[:, None], pages.flatten(1)), 1))
-            self.device_table[:, new[:, 0], :, new[:, 1]] = new[:, 2:].unflatten(1, (layers, heads))
 
     def _sent(self, entries: torch.Tensor) -> torch.Tensor:
         """A table's entries on the device. What a decode step adds is little and goes by pinned memory, which torch
         keeps until it has been read: the host does not wait."""
         if self.device.type == "cuda" and entries.nbytes <= STAGED_BYTES:
-            entries = entries.pin_memory()
+            with contextlib.suppress(RuntimeError):  # nothing more can be pinned: then the host waits
+                entries = entries.pin_memory()
         return entries.to(self.device, non_blocking=True)
 
     def _widen(self, blocks: int, capacity: int) -> None:

@@ -166,11 +166,14 @@ class PagePool:
             )
         ahead = min(used // 100, AHEAD_BYTES // self.page_bytes, (free - need) // self.page_bytes, self.capacity - used)
         if self.pin:
-            self._pin_to((used + ahead) * self.page_bytes)
+            self._pin_to(used * self.page_bytes, ahead * self.page_bytes)
+            ahead = min(ahead, self.pinned_bytes // self.page_bytes - used)
         self._covered = used + ahead
 
-    def _pin_to(self, target: int) -> None:
+    def _pin_to(self, needed: int, ahead: int) -> None:
+        """Pin `needed` bytes in all, and `ahead` more if that can be had."""
         _unpin_now()
+        target = needed + ahead
         page = mmap.PAGESIZE
         done = self.pinned_bytes
         memory = self.pages.view(-1).view(torch.uint8)
@@ -184,6 +187,9 @@ class PagePool:
                     # CUDA tells an error again to the next launch that asks, which must not be the caller's.
                     with contextlib.suppress(RuntimeError):
                         torch.zeros(1, device="cuda")
+                if target > needed:
+                    target = needed
+                    continue
                 raise HostMemoryError(
                     f"CUDA could not pin {size / 2**30:.2f} GiB more of host memory (error {int(status)}; "
                     f"{done / 2**30:.2f} GiB are pinned); use fewer rows or a shorter context, or raise the limit "
