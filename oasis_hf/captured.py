@@ -89,12 +89,6 @@ class CapturedSteps:
         assert self.plan is not None
         return self.index, self.working_set.keys, self.working_set.values, *self.plan
 
-    def settle(self) -> None:
-        """A transfer that was left to the next captured step is made now."""
-        if self.plan is not None and self.late:
-            self.store.gather(*self.move)
-            self.unplan()
-
     def unplan(self) -> None:
         """Nothing is left to the next captured step."""
         if self.plan is not None:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from .capturable import cannot_hold, hooked
 from .fused import FusedLayers, FusionError, first_line, fused_layers, joined
 from .ops import cuda
-from .pipeline import Pipeline
+from .pipeline import Pipeline, together
 from .sliding import SlidingLayer
 from .spans import span
 from .state import Step
@@ -113,10 +113,13 @@ class StepGraphs:
 
     def settle(self, cache: "OasisCache") -> None:
         """What the last replay left to the next one is done now: called before anything else touches the cache."""
-        if self._left:
-            self._left = False
-            for layer in cache.sparse_layers:
-                layer.settle()
+        if self._left and cache.state.store is not None:
+            late = [layer for layer in cache.sparse_layers if layer.late and layer.plan is not None]
+            for moves in together([layer.move for layer in late]):
+                cache.state.store.gather_layers(moves)
+            for layer in late:
+                layer.unplan()
+        self._left = False
 
     def drop_late(self, cache: "OasisCache") -> None:
         """A step was interrupted: what was planned is void."""

@@ -24,6 +24,12 @@ TOGETHER = 6
 """Layers whose blocks move in one launch."""
 
 
+def together(moves: list[Move]) -> Iterator[list[Move]]:
+    """What each launch moves."""
+    for first in range(0, len(moves), TOGETHER):
+        yield moves[first : first + TOGETHER]
+
+
 class Pipeline:
     """Two side streams of one capture: `predict` and `transfer`.
 
@@ -55,8 +61,7 @@ class Pipeline:
         if late:
             self._fork(self.transfer, torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.transfer):
-            for first in range(0, len(late), TOGETHER):
-                moves = late[first : first + TOGETHER]
+            for moves in together(late):
                 self._gather(moves)
                 event = torch.cuda.Event()
                 event.record(self.transfer)
