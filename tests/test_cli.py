@@ -179,11 +179,17 @@ def test_doctor_looks_for_the_compiler(tmp_path, monkeypatch):
     assert "missing nvcc" in findings(doctor.operators())["CUDA operators"][0]
 
 
-@pytest.mark.parametrize("arguments", [["--shape", "gpt-9"], ["--budget", "5"], ["--rows", "1"]])
-def test_bench_says_what_is_wrong(arguments, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--shape", "gpt-9"], "--shape 'gpt-9' is not known"), (["--budget", "5"], "OasisConfig.budget=5"),
+        (["--rows", "1"], "needs a CUDA device"), (["--drafted", "1.5"], "--drafted 1.5 is not a share"),
+    ],
+)  # fmt: skip
+def test_bench_says_what_is_wrong(arguments, told, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     status, _, error = run(capsys, "bench", *arguments)
-    assert status == 2 and error.startswith("oasis-hf: ") and error.count("\n") == 1
+    assert status == 2 and error.startswith("oasis-hf: ") and error.count("\n") == 1 and told in error
 
 
 def test_doctor_does_the_arithmetic(saved):

@@ -8,8 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_generate import generate
+from tiny import prompt, tiny
 
-from oasis_hf import OasisConfig
+from oasis_hf import OasisCache, OasisConfig
+from oasis_hf.forced import Injected
 from oasis_hf.lookahead import (
     draft_rows,
     next_input_probabilities,
@@ -98,6 +101,25 @@ def test_weights_of_a_row_sum_to_one_and_are_never_negative(kind, drafts, found,
     assert out.shape == (len(found), window + drafts) and out.dtype == torch.float32
     assert (out >= 0).all()
     torch.testing.assert_close(out.sum(1), torch.ones(len(found)))
+
+
+@pytest.mark.parametrize(
+    "kind, kept, drafted", [("draft", 4, 1), ("oracle", 4, 1), ("smoothed", 4, 4), ("previous", 1, 1), (MIX, 1, 1)],
+    ids=str,
+)  # fmt: skip
+def test_recent_queries_that_are_never_asked_for_are_not_kept(kind, kept, drafted):
+    config = OasisConfig(lookahead=kind, smooth_queries=4)
+    assert recent_window(config) == kept and recent_window(config, drafted=True) == drafted
+
+
+@pytest.mark.parametrize("share, kept", [(1, 1), (0.5, 4)])
+def test_a_drafter_that_always_drafts_needs_the_latest_query_alone(share, kept):
+    model, ids = tiny("llama"), prompt(4, 300)
+    cache = OasisCache(model, budget=64, smooth_queries=4, drafter=Injected(share))
+    generate(model, ids, cache, max_new_tokens=6)
+    assert all(layer.recent.shape[2] == kept for layer in cache.sparse_layers)
+    found = cache.drafter.propose(ids[:, 0], torch.zeros(4, dtype=torch.int64), 2).found
+    assert found.tolist() == [row < 4 * share for row in range(4)]
 
 
 def test_a_caller_s_own_candidates_count_alike():
