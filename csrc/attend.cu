@@ -13,23 +13,21 @@
 // the first tile; the result is the same for any m. Many query rows: a team of 2 or 4 warps shares its tiles and
 // divides the rows; still more rows are chunks of their own, whose keys may still be in L2.
 // What is not visible is never read: cp.async writes zeros there, and P is exactly 0.
-// A chunk of query rows of a (row, head) is a unit. The tiles of all units are one line, cut into equal shares, one a
-// CTA, so that all end together whatever the batch (stream-K; a grid of one CTA a unit has a last wave that is mostly
-// empty). Where a unit is cut, each CTA leaves a partial result in scratch, and the last to arrive merges them, always in
-// the same order. There are as many CTAs as fit at once beside a gather that is running (GATHER_CTAS).
+// A chunk of query rows of a (row, head) is a unit; each CTA has an equal share of all units' tiles (shares.cuh). Where a
+// unit is cut, each CTA leaves a partial result in scratch, and the last to arrive merges them, always in the same order.
+// There are as many CTAs as fit at once beside a gather that is running (GATHER_CTAS).
 #include <algorithm>
 #include <climits>
 
 #include "device.cuh"
 #include "oasis.h"
+#include "shares.cuh"
 
 namespace oasis {
 namespace {
 
 constexpr int TILE = 16;          // tokens
 constexpr int STAGES = 3;         // tiles in a warp's ring
-constexpr int MIN_SHARE = 8;      // tiles a CTA takes at least
-constexpr int MAX_SHARES = 64;    // CTAs a unit on average at most: the last one merges what they leave
 constexpr float SLACK = 8.0f;     // in log2: P stays under 256
 
 constexpr int warps(int D) { return D > 128 ? 2 : 4; }
@@ -58,11 +56,6 @@ struct Arguments {
     float scale;  // of q.k, to log2
     int H, G, T, S, team_warps, chunks, most_parts, total;  // total: tiles of all units
 };
-
-// The CTA that has a tile: CTA i has those from total * i / grid on.
-__device__ __forceinline__ int cta_of(int tile, int total) {
-    return static_cast<int>((static_cast<int64_t>(tile + 1) * gridDim.x - 1) / total);
-}
 
 // There are at most two teams of more than one warp; `mate` is the team's first warp.
 __device__ __forceinline__ void team_sync(int mate, int team_warps) {
@@ -339,11 +332,12 @@ Kernel kernel_of(int D) {
 }
 
 struct Plan {
-    int row_tiles, team_warps, chunk_rows, chunks, ctas, most_parts;  // row_tiles: NT
+    int row_tiles, team_warps, chunk_rows, chunks;  // row_tiles: NT
     int64_t units, total;
+    Shares shares;
 
     int64_t counters() const { return round_up(units * 4); }
-    int64_t lines() const { return units * most_parts * chunk_rows; }  // of scratch
+    int64_t lines() const { return units * shares.most_parts * chunk_rows; }  // of scratch
 };
 
 // Query rows go to the warps of a team first, then to further chunks.
@@ -367,12 +361,7 @@ cudaError_t make_plan(int B, int H, int G, int T, int S, int D, Plan& plan) {
     if (error != cudaSuccess) return error;
     const int sms = limits.sms > 2 * GATHER_CTAS ? limits.sms - GATHER_CTAS : limits.sms;
     const int64_t at_once = static_cast<int64_t>(sms) * std::max(1, limits.sm_shared / (shared_bytes(D) + 1024));
-    int64_t most = std::min({at_once, plan.total / MIN_SHARE, plan.units * MAX_SHARES});
-    // Where units are few, no share has tiles of two: what that leaves idle costs less than a second start.
-    if (most >= 4 * plan.units) most -= most % plan.units;
-    plan.ctas = static_cast<int>(std::max(int64_t(1), most));
-    const int64_t share = plan.total / plan.ctas;  // of the CTA that has least
-    plan.most_parts = static_cast<int>((S + share - 1) / share) + 1;
+    plan.shares = share_out(plan.units, S + 1, at_once);
     return cudaSuccess;
 }
 
@@ -406,13 +395,13 @@ cudaError_t attend(const void* query, int64_t q_row, int64_t q_head, int64_t q_t
     const Arguments arguments = {
         query, keys, values, table, lengths, tail_mask, sinks, out, static_cast<int*>(scratch),
         reinterpret_cast<float*>(after_counters), reinterpret_cast<float*>(after_counters + round_up(plan.lines() * 8)),
-        q_row, q_head, q_token, scaling * LOG2E, H, G, T, S, plan.team_warps, plan.chunks, plan.most_parts,
+        q_row, q_head, q_token, scaling * LOG2E, H, G, T, S, plan.team_warps, plan.chunks, plan.shares.most_parts,
         static_cast<int>(plan.total)};
     const bool one = plan.row_tiles == 1;
     const Kernel kernel = dtype == Dtype::bf16
                               ? (one ? kernel_of<__nv_bfloat16, 1>(D) : kernel_of<__nv_bfloat16, 2>(D))
                               : (one ? kernel_of<__half, 1>(D) : kernel_of<__half, 2>(D));
-    return launch(kernel, dim3(plan.ctas), warps(D) * 32, shared_bytes(D), arguments, stream);
+    return launch(kernel, dim3(plan.shares.ctas), warps(D) * 32, shared_bytes(D), arguments, stream);
 }
 
 }  // namespace oasis

@@ -1,4 +1,4 @@
-// What attend and score share: PTX instructions as functions, and a few lines every launch of theirs needs.
+// What attend, gather and score share: PTX instructions as functions, and a few lines every launch of theirs needs.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
