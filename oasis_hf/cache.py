@@ -196,11 +196,8 @@ class OasisCache(Report, Padding, Cache):
                 raise ValueError(
                     f"Draft {draft} does not follow entry {tail.last} of the tail (parents {tail.parents})."
                 )
-            if self.state.store is not None:
-                self.state.store.ensure(rows.tokens, [n + 1 for n in rows.tokens])
+            self._make_room(1)
             for layer in self.layers:
-                if isinstance(layer, OasisLayer):
-                    layer.prepare(1)
                 layer.commit(entry, rows.columns)
             starts = rows.lengths(self.device).clone()
             rows.advance(1)
