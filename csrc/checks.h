@@ -2,7 +2,7 @@
 #pragma once
 #include <torch/extension.h>
 
-#include <sstream>
+#include <string>
 
 #include "oasis.h"
 
@@ -14,30 +14,49 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t ANY = -1;
 
+// Messages are put together without streams: where a toolchain links a second C++ library into the extension, the
+// first number that a stream prints asks one library for the other's locale, and the process dies.
+std::string word(const char* text) { return text; }
+std::string word(const std::string& text) { return text; }
+template <typename T, std::enable_if_t<std::is_integral_v<T>, int> = 0>
+std::string word(T number) {
+    return std::to_string(number);
+}
+std::string word(ScalarType type) { return c10::toString(type); }
+std::string word(const at::Device& device) { return device.str(); }
+std::string word(at::IntArrayRef sizes) {
+    std::string out = "[";
+    for (size_t i = 0; i < sizes.size(); ++i) {
+        if (i) out += ", ";
+        out += sizes[i] == ANY ? "any" : std::to_string(sizes[i]);
+    }
+    return out + "]";
+}
+std::string word(const Tensor& t);
+
+template <typename... Words>
+std::string text(const Words&... words) {
+    std::string out;
+    ((out += word(words)), ...);
+    return out;
+}
+
 // A ValueError of Python's with this message unless `ok`.
-#define REQUIRE(ok, ...)                                                  \
-    do {                                                                  \
-        if (!(ok)) throw pybind11::value_error(c10::str(__VA_ARGS__));    \
+#define REQUIRE(ok, ...)                                           \
+    do {                                                           \
+        if (!(ok)) throw pybind11::value_error(text(__VA_ARGS__)); \
     } while (0)
 
 cudaStream_t as_stream(int64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-std::string describe(const Tensor& t) {
-    std::ostringstream out;
-    out << t.scalar_type() << " " << t.sizes() << " on " << t.device() << (t.is_contiguous() ? "" : ", not contiguous");
-    return out.str();
+std::string word(const Tensor& t) {
+    return text(t.scalar_type(), " ", t.sizes(), " on ", t.device(), t.is_contiguous() ? "" : ", not contiguous");
 }
 
 std::string wanted(c10::ArrayRef<ScalarType> types, at::IntArrayRef shape) {
-    std::ostringstream out;
-    for (size_t i = 0; i < types.size(); ++i) out << (i ? " or " : "") << types[i];
-    out << " [";
-    for (size_t i = 0; i < shape.size(); ++i) {
-        out << (i ? ", " : "");
-        if (shape[i] == ANY) out << "any"; else out << shape[i];
-    }
-    out << "]";
-    return out.str();
+    std::string out;
+    for (size_t i = 0; i < types.size(); ++i) out += text(i ? " or " : "", types[i]);
+    return out + " " + word(shape);
 }
 
 void check_shape(const char* op, const char* name, const Tensor& t, c10::ArrayRef<ScalarType> types,
@@ -45,12 +64,12 @@ void check_shape(const char* op, const char* name, const Tensor& t, c10::ArrayRe
     bool ok = std::find(types.begin(), types.end(), t.scalar_type()) != types.end() &&
               t.dim() == static_cast<int64_t>(shape.size());
     for (size_t i = 0; ok && i < shape.size(); ++i) ok = shape[i] == ANY || t.size(i) == shape[i];
-    REQUIRE(ok, "oasis_hf.", op, ": `", name, "` must be ", wanted(types, shape), ", not ", describe(t), ".");
+    REQUIRE(ok, "oasis_hf.", op, ": `", name, "` must be ", wanted(types, shape), ", not ", t, ".");
 }
 
 void rank(const char* op, const char* name, const Tensor& t, int64_t dims) {
     REQUIRE(t.dim() == dims, "oasis_hf.", op, ": `", name, "` must have ", dims, " dimensions, not ",
-            describe(t), ".");
+            t, ".");
 }
 
 const Tensor& given(const char* op, const OptionalTensor& scales) {
@@ -138,7 +157,7 @@ oasis::Reduction reduction_of(const char* op, const std::string& name) {
 void launched(const char* op, cudaError_t error) {
     const bool size = error == cudaErrorInvalidValue;
     if (error == cudaSuccess) return;
-    throw std::runtime_error(c10::str("oasis_hf.", op, ": ", cudaGetErrorString(error),
+    throw std::runtime_error(text("oasis_hf.", op, ": ", cudaGetErrorString(error),
                                       size ? " (a size that the operator does not take)" : "", "."));
 }
 
