@@ -151,12 +151,14 @@ class FusedLayers:
         )
 
     def split(self) -> None:
-        """Every projection has a weight of its own again."""
-        for _, _, linear, one in self._slices:
-            if linear.weight.data_ptr() == one.weight[one.start].data_ptr():
-                linear.weight.data = linear.weight.data.clone()
-                if linear.bias is not None:
-                    linear.bias.data = linear.bias.data.clone()
+        """Every projection has a weight of its own again. Where there is no memory for that it stays a view, which
+        computes the same: a cache may be released when the device is full."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            for _, _, linear, one in self._slices:
+                if linear.weight.data_ptr() == one.weight[one.start].data_ptr():
+                    linear.weight.data = linear.weight.data.clone()
+                    if linear.bias is not None:
+                        linear.bias.data = linear.bias.data.clone()
 
     def _forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The cache would lead dynamo to the layer's number, and each layer to a graph of its own.

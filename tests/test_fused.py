@@ -102,6 +102,25 @@ def test_detach_gives_every_projection_its_own_weight_again(model):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_a_full_device_does_not_stop_detach(model, monkeypatch):
+    from oasis_hf import detach
+
+    ids = torch.arange(12)[None]
+    before = model(ids).logits
+    cache = OasisCache(model, budget=64)
+    fused_layers(model)
+
+    def full(self):
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", full)
+        detach(model)
+    del cache
+    assert "forward" not in model.__dict__ and torch.equal(model(ids).logits, before)
+    assert fused_layers(model).holds()
+
+
 def test_the_next_cache_finds_its_layers_compiled(model):
     from torch._dynamo.utils import counters
 

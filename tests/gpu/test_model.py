@@ -44,7 +44,7 @@ def test_the_operators_are_those_compiled(model, monkeypatch):
 
     monkeypatch.setattr(cuda, "_extension", Spy())
     generate(model, {"input_ids": prompt(2, 150).cuda()}, OasisCache(model, budget=80), max_new_tokens=20)
-    assert {"attend", "append", "score", "select", "gather", "summarize", "write"} <= set(calls)
+    assert {"attend", "append", "score", "select", "gather_layers", "summarize", "write"} <= set(calls)
 
 
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
