@@ -231,6 +231,11 @@ __global__ void __launch_bounds__(WARPS * 32) append_kernel(const Args a) {
     read_slots(a, pair, lane, slots);
 
     // From here on things wait for the length.
+    if (length < 0) {  // the row takes no token
+        if (lane == 0 && a.slot) a.slot[pair] = 0;
+        if (lane == 0 && a.evicted) a.evicted[pair] = false;
+        return;
+    }
     const int64_t block = length / BLOCK;
     const int into = static_cast<int>(length % BLOCK);
     const int64_t page = a.pages ? a.page_table[b * a.table_row + h * a.table_head + block] : -1;

@@ -84,7 +84,7 @@ cudaError_t write(const void* keys, int64_t key_head, int64_t key_token, const v
 // keys, values: [B, H, TAIL + S*16, D]. new_keys, new_values: [B, H, D] with strides (row, head); they may lie in the
 // tail of keys/values. fresh: [B, H, S] bool or null, cleared at the slot. slot: [B, H] int64 and evicted: [B, H] bool
 // out, either may be null. wasted: [H] int64 or null, added to. pages, page_table: as in gather, written; null: none.
-// summaries, scales: [B, H, cap, P, 2, D] / [B, H, cap, P, 2], null: none.
+// summaries, scales: [B, H, cap, P, 2, D] / [B, H, cap, P, 2], null: none. A negative length: the row takes no token.
 cudaError_t append(void* keys, void* values, int64_t* table, int64_t* last_selected, const int64_t* lengths,
                    const int64_t* order, const void* new_keys, const void* new_values, int64_t new_row,
                    int64_t new_head, const int64_t* step, bool* fresh, int B, int H, int S, int D, int64_t* slot,

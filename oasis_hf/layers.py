@@ -192,7 +192,7 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
         if opens:
             self.counters.add("wasted", wasted.sum(0))
         if any(n % BLOCK == BLOCK - 1 for n in tokens):
-            closing = (lengths + 1) % BLOCK == 0
+            closing = (lengths >= 0) & ((lengths + 1) % BLOCK == 0)
             self.summaries.close(self.working_set.slot_keys(slot), lengths // BLOCK, closing)
 
     def _append_fused(self, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, age: torch.Tensor) -> bool:

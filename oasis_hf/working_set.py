@@ -80,7 +80,7 @@ class WorkingSet:
     def append_from_tail(
         self, entry: int, lengths: torch.Tensor, step: torch.Tensor, may_open: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tail entry -> open block. Returns slot `[B, H]` and wasted `[B, H]`: an evicted block nobody attended to."""
+        """Tail entry -> open block, where `lengths` is not negative. Returns slot `[B, H]` and wasted `[B, H]`: an evicted block nobody attended to."""
         slot, evicted = ops.append(
             self.keys, self.values, self.table, self.last_selected, lengths, self.order,
             self.keys[:, :, entry], self.values[:, :, entry], step, may_open,
@@ -89,7 +89,7 @@ class WorkingSet:
             return slot, evicted
         at = slot.unsqueeze(-1)
         wasted = evicted & self.fresh.gather(2, at).squeeze(-1)
-        self.fresh.scatter_(2, at, False)
+        self.fresh.scatter_(2, at, self.fresh.gather(2, at) & (lengths < 0)[:, None, None])
         return slot, wasted
 
     def slot_keys(self, slot: torch.Tensor) -> torch.Tensor:

@@ -348,22 +348,27 @@ def appends(draw):
             resident = [*resident, closed] if into else list(resident)
             tables.append(draw(st.permutations(resident + [-1] * (slots - len(resident)))))
     lasts = draw(st.lists(st.integers(0, 4), min_size=rows * heads * slots, max_size=rows * heads * slots))
-    return rows, heads, slots, lengths, tables, lasts, draw(st.permutations(range(slots)))
+    taking = draw(st.lists(st.sampled_from([True, True, False]), min_size=rows, max_size=rows))
+    return rows, heads, slots, lengths, tables, lasts, draw(st.permutations(range(slots))), taking
 
 
 @settings(max_examples=100)
 @given(appends())
 def test_append(case):
-    rows, heads, slots, lengths, tables, lasts, order = case
+    rows, heads, slots, lengths, tables, lasts, order, taking = case
     table, last = torch.tensor(tables).view(rows, heads, slots), torch.tensor(lasts).view(rows, heads, slots)
     keys, values = randn(rows, heads, TAIL + slots * BLOCK, 2), randn(rows, heads, TAIL + slots * BLOCK, 2, seed=1)
     want = [x.clone() for x in (keys, values, table, last)]
     may_open = any(n % BLOCK == 0 for n in lengths)
+    lengths = [n if takes else -1 for n, takes in zip(lengths, taking)]
     slot, evicted = ops.append(
         keys, values, table, last, torch.tensor(lengths), torch.tensor(order), keys[:, :, 3], values[:, :, 3],
         torch.tensor(9), may_open,
     )  # fmt: skip
     for b, h in np.ndindex(rows, heads):
+        if not taking[b]:
+            assert (int(slot[b, h]), bool(evicted[b, h])) == (0, False)
+            continue
         block, into = divmod(lengths[b], BLOCK)
         row = want[2][b, h].tolist()
         if into:

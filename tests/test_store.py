@@ -138,15 +138,16 @@ class Stores(RuleBasedStateMachine):
     @rule(data=st.data())
     def append(self, data):
         branch = self.pick(data)
-        self.ensure(branch, [1] * len(branch.rows))
+        taking = [data.draw(st.sampled_from([True, True, False])) for _ in branch.rows]
+        self.ensure(branch, [int(takes) for takes in taking])
         ids = self.new(len(branch.rows))
         keys, values = self.stack(ids)
-        lengths = torch.tensor(branch.lengths())
+        lengths = torch.tensor([n if takes else -1 for n, takes in zip(branch.lengths(), taking)])
         for store in branch.stores:
             for layer in range(LAYERS):
                 store.append(layer, lengths, keys[layer].transpose(0, 1), values[layer].transpose(0, 1))
-        for row, token in zip(branch.rows, ids):
-            row.append(token)
+        for row, token, takes in zip(branch.rows, ids, taking):
+            row += [token] if takes else []
 
     @rule(data=st.data())
     def crop(self, data):

@@ -293,27 +293,33 @@ def append(
     Args:
         keys, values: `[B, H, T + S*16, D]`, changed in place.
         table, last_selected: `[B, H, S]`, changed in place when a block opens.
-        lengths: `[B]`, tokens before this one. order: `[S]`, breaks ties among victims.
+        lengths: `[B]`, tokens before this one; negative: the row takes no token, and nothing of it changes.
+        order: `[S]`, breaks ties among victims.
         new_keys, new_values: `[B, H, D]`. step: int64 scalar, becomes `last_selected` of the open block.
         may_open: False where the caller knows that no row opens a block here: no victim is looked for.
 
     Returns:
-        slot `[B, H]` the token went to, and evicted `[B, H]` bool, whether that slot's block was given up for it.
+        slot `[B, H]` the token went to (0 where there is none), and evicted `[B, H]` bool, whether that slot's
+        block was given up for it.
     """
-    block = (lengths // BLOCK)[:, None]
-    slot = (table == block.unsqueeze(-1)).to(torch.uint8).argmax(-1)
+    takes, block = (lengths >= 0)[:, None], (lengths // BLOCK)[:, None]
+    slot = (takes.unsqueeze(-1) & (table == block.unsqueeze(-1))).to(torch.uint8).argmax(-1)
     evicted = torch.zeros_like(slot, dtype=torch.bool)
     if may_open:
-        opens = (lengths % BLOCK == 0)[:, None].expand(table.shape[:2])
+        opens = (takes & (lengths % BLOCK == 0)[:, None]).expand(table.shape[:2])
         slot = torch.where(opens, evict_key(table, last_selected, order).argmin(-1), slot)
-        evicted = opens & (table.gather(2, slot.unsqueeze(-1)).squeeze(-1) >= 0)
-        table.scatter_(2, slot.unsqueeze(-1), block.expand_as(slot).unsqueeze(-1))
-    last_selected.scatter_(2, slot.unsqueeze(-1), step.expand(*slot.shape, 1))
-    where = TAIL + slot * BLOCK + (lengths % BLOCK)[:, None]
-    line = _flat(keys, where)
-    # Cloned: what comes from the tail is a view of the buffer it goes to, which index_copy_ refuses where it can tell.
-    keys.flatten(0, 2).index_copy_(0, line, new_keys.clone().flatten(0, 1))
-    values.flatten(0, 2).index_copy_(0, line, new_values.clone().flatten(0, 1))
+        held = table.gather(2, slot.unsqueeze(-1)).squeeze(-1)
+        evicted = opens & (held >= 0)
+        table.scatter_(2, slot.unsqueeze(-1), torch.where(takes, block, held).unsqueeze(-1))
+    at = slot.unsqueeze(-1)
+    last_selected.scatter_(2, at, torch.where(takes.unsqueeze(-1), step, last_selected.gather(2, at)))
+    line = _flat(keys, TAIL + slot * BLOCK + (lengths % BLOCK)[:, None])
+    for buffer, new in ((keys, new_keys), (values, new_values)):
+        lines = buffer.flatten(0, 2)
+        # A row without a token writes its own line back. Made anew: what comes from the tail is a view of the buffer
+        # it goes to, which index_copy_ refuses where it can tell.
+        old = lines.index_select(0, line).view_as(new)
+        lines.index_copy_(0, line, torch.where(takes.unsqueeze(-1), new, old).flatten(0, 1))
     return slot, evicted
 
 

@@ -161,6 +161,9 @@ class HostStore(BlockStore):
         self._settle()
         pages, table = self.pool.pages, self.table[layer]
         lengths = lengths.to(table.device)
+        if (takes := lengths >= 0).logical_not().any():
+            lengths, table = lengths[takes], table[takes]
+            keys, values = (x.to(table.device)[takes] for x in (keys, values))
         block = (lengths // BLOCK)[:, None, None].expand(-1, table.shape[1], 1)
         page = table.gather(2, block).squeeze(2)
         both = torch.stack((keys, values), 2).to(pages.device, pages.dtype)  # [B, H, 2, D]

@@ -41,9 +41,9 @@ class ResidentStore(BlockStore):
         self._tokens(layer, row)[:, position // BLOCK, :, position % BLOCK] = both.transpose(0, 1)
 
     def append(self, layer: int, lengths: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        rows = torch.arange(len(lengths), device=lengths.device)
-        both = torch.stack((keys, values), 2).to(self.blocks.dtype)  # [B, H, 2, D]
-        self.blocks[layer][rows, :, lengths // BLOCK, :, lengths % BLOCK] = both
+        rows = (lengths >= 0).nonzero().squeeze(1)
+        both = torch.stack((keys, values), 2).to(self.blocks.dtype)[rows]  # [n, H, 2, D]
+        self.blocks[layer][rows, :, lengths[rows] // BLOCK, :, lengths[rows] % BLOCK] = both
 
     def read(self, layer: int, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         both = self._tokens(layer, row).transpose(1, 2).flatten(2, 3)[:, :, start:stop]

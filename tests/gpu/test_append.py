@@ -39,6 +39,8 @@ class Case:
         block = torch.randint(most, (rows,), generator=random)
         block[0], into[0] = 0, 0  # a row with nothing yet
         self.lengths = block * BLOCK + into
+        if rows > 2:
+            self.lengths[2] = -1  # a row that takes no token
 
         # Closed blocks in random slots, some slots empty; the open block somewhere.
         self.table = torch.full((rows, heads, slots), -1)
@@ -72,9 +74,11 @@ class Case:
         )  # fmt: skip
         at = slot.unsqueeze(-1)
         self.wasted += (evicted & self.fresh.gather(2, at).squeeze(-1)).sum(0)
-        self.fresh.scatter_(2, at, False)
+        self.fresh.scatter_(2, at, self.fresh.gather(2, at) & (self.lengths < 0)[:, None, None])
         parts = self.summaries.shape[3]
         for b, length in enumerate(self.lengths.tolist()):
+            if length < 0:
+                continue
             block, into = divmod(length, BLOCK)
             for h in range(self.keys.shape[1]):
                 page, start = self.page_table[1, b, h, block], TAIL + int(slot[b, h]) * BLOCK
