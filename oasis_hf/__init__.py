@@ -4,6 +4,7 @@ from .attach import detach
 from .cache import OasisCache
 from .config import ConfigError, OasisConfig
 from .drafters import Drafter, DrafterError, OracleDrafter, PreviousDrafter, PromptLookupDrafter
+from .generation import generate
 from .store import HostMemoryError
 from .supported import UnsupportedModelError
 
@@ -11,5 +12,5 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError", "Drafter", "DrafterError", "HostMemoryError", "OasisCache", "OasisConfig", "OracleDrafter",
-    "PreviousDrafter", "PromptLookupDrafter", "UnsupportedModelError", "__version__", "detach",
+    "PreviousDrafter", "PromptLookupDrafter", "UnsupportedModelError", "__version__", "detach", "generate",
 ]  # fmt: skip

@@ -153,11 +153,11 @@ class OasisCache(Report, Padding, Cache):
             if store is not None:  # what came in part goes back
                 store.truncate([n + count for n in rows.tokens])
 
-    def _make_room(self, count: int) -> list[int]:
-        """Pages, slots and summaries for `count` more tokens a row, unless they are known to be there. Returns how many
-        blocks a row that makes."""
+    def _make_room(self, count: int, counts: list[int] | None = None) -> list[int]:
+        """Pages, slots and summaries for `count` more tokens a row (or a row's own of `counts`, `count` at most),
+        unless they are known to be there. Returns how many blocks a row that makes."""
         state, rows = self.state, self.state.need_rows()
-        ends = [n + count for n in rows.tokens]
+        ends = [n + more for n, more in zip(rows.tokens, counts or [count * takes for takes in rows.takes])]
         blocks, most = [-(-n // BLOCK) for n in ends], state.config.host_capacity_tokens
         if state.ready != blocks or (most is not None and max(ends) > most):
             if state.store is not None:
@@ -197,13 +197,34 @@ class OasisCache(Report, Padding, Cache):
                     f"Draft {draft} does not follow entry {tail.last} of the tail (parents {tail.parents})."
                 )
             self._make_room(1)
-            for layer in self.layers:
-                layer.commit(entry, rows.columns)
             starts = rows.lengths(self.device).clone()
+            for layer in self.layers:
+                layer.commit(entry, rows.columns, starts, rows.tokens)
             rows.advance(1)
             tail.last = entry
             if tail.tokens is not None:
                 self.drafter.observe(tail.tokens[:, entry : entry + 1], starts, None)
+
+    @_keeps_buffers
+    def commit_rows(self, counts: torch.Tensor) -> None:
+        """Append the first `counts` `[B]` (on the model's device) drafts of the last forward, each row its own number;
+        inside `rows.pacing`."""
+        own, tail, rows = counts.tolist(), self.stepper.tail, self.state.need_rows()
+        self.stepper.forget()
+        if not any(own):
+            return
+        assert tail is not None and tail.tokens is not None
+        self.settle()
+        self._make_room(max(own), own)
+        starts = rows.lengths(self.device).clone()
+        for draft in range(max(own)):
+            at = torch.where(counts > draft, starts + draft, -1)
+            for layer in self.layers:
+                layer.commit(tail.count + draft, rows.columns + draft, at, [n + draft for n in rows.tokens])
+        rows.advance_by(own, counts)
+        entries = torch.arange(max(own), device=counts.device)
+        drafts = tail.tokens[:, tail.count : tail.count + max(own)]
+        self.drafter.observe(drafts, starts, entries < counts[:, None])
 
     # -- the contract of transformers -----------------------------------------------------------------------------
 

@@ -54,15 +54,16 @@ class CapturedSteps:
         ops.enter(query, keys, values, self.queries, 1, window, own.keys, own.values, own.fresh)
         if step.on_demand:
             weights = step.once("weights", lambda: query.new_ones((query.shape[0], 1), dtype=torch.float32))
-            self._fetch("on_demand", query[:, :, :1], weights, lengths, own.allocated)
+            self._fetch("on_demand", query[:, :, :1], weights, step.where_taking(lengths, 0), own.allocated)
         mask = step.tail_mask(keys.device)
         out = ops.attend(query, own.keys, own.values, own.table, lengths, mask, self.scaling, sinks)
         self.draft_queries = self.queries[:, :, window : window + step.drafts]
         age = step.once("age", lambda: self.state.clock(keys.device, 1 if step.predicts else 0))
-        after = step.once("after", lambda: lengths + 1)
+        before = step.once("before", lambda: step.where_taking(lengths, -1))
+        after = step.once("after", lambda: before + 1)
         closed = step.once("closed", lambda: after // BLOCK)
-        with pipeline.beside(after, closed):
-            self._append(0, lengths, step.starts, age)
+        with pipeline.beside(before, after, closed):
+            self._append(0, before, step.starts, age)
             if step.weights is not None:
                 self._predict(self.queries[:, :, : window + step.drafts], closed, step.weights, after)
         if step.predicts:

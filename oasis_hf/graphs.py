@@ -175,14 +175,14 @@ class StepGraphs:
             return None
         self.refused = None
         shape: tuple[Any, ...] = (step.drafts, *call["input_ids"].shape, *call["position_ids"].shape)
-        shape += (step.predicts, step.on_demand)
+        shape += (step.predicts, step.on_demand, step.taking is not None)
         shape += (_kept(call.get("logits_to_keep")), call.get("return_dict"))
         self.seen[shape] = self.seen.get(shape, 0) + 1
         if self.seen[shape] <= WARM:
             return None
         after = cache.state.config.compile_after
         fuse = after is not None and self.unfused is None and self.seen[shape] > WARM + after
-        extra = [step.pair, *(step.held or ())]
+        extra = [step.pair, step.taking, *(step.held or ())]
         have, place = self.captured.get(shape), _place(cache)
         if have is not None and have.fused == fuse and _same(have.place, place + extra):
             return have

@@ -162,18 +162,21 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
         self.working_set.write_tail(keys, values)
         if step.on_demand:
             weights = query.new_full((query.shape[0], step.count), 1 / step.count, dtype=torch.float32)
-            self._fetch("on_demand", query[:, :, : step.count], weights, lengths, self.working_set.allocated)
+            seen = step.where_taking(lengths, 0)
+            self._fetch("on_demand", query[:, :, : step.count], weights, seen, self.working_set.allocated)
         out = self.working_set.attend(query, lengths, step.tail_mask(keys.device), self.scaling, sinks)
         # Older than what this step predicts, so that a block it opens next never takes a predicted one's place.
         age = self.state.clock(keys.device, 0 if step.weights is None else 1)
         for entry in range(step.count):
-            self._append(entry, lengths + entry if entry else lengths, [n + entry for n in step.starts], age)
+            at = step.where_taking(lengths + entry if entry else lengths, -1)
+            self._append(entry, at, [n + entry for n in step.starts], age)
         self._remember(query[:, :, : step.count])
         self.draft_queries = query[:, :, step.count :]
         if step.weights is not None:
             assert self.recent is not None
             queries = torch.cat((self.recent, self.draft_queries), 2)
-            self._fetch("fetched", queries, step.weights.to(keys.device), lengths + step.count, self.state.cap)
+            after = step.where_taking(lengths + step.count, 0)
+            self._fetch("fetched", queries, step.weights.to(keys.device), after, self.state.cap)
         return out
 
     def _append(self, entry: int, lengths: torch.Tensor, tokens: list[int], age: torch.Tensor) -> None:
@@ -268,12 +271,16 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
         self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
         self.counters.add(why, (plan_block >= 0).sum((0, 2)))
 
-    def commit(self, entry: int, position: int) -> None:
-        """A tail entry is accepted: append it. Called before the rows advance."""
-        rows = self.state.need_rows()
-        self._append(entry, rows.lengths(self.device), rows.tokens, self.state.clock(self.device))
+    def commit(self, entry: int, position: int, lengths: torch.Tensor, tokens: list[int]) -> None:
+        """A tail entry is accepted in rows where `lengths` `[B]` is not negative: append it there. `tokens` are the
+        rows' lengths on the host."""
+        lengths = lengths.to(self.device)
+        self._append(entry, lengths, tokens, self.state.clock(self.device))
         if self.draft_queries is not None and entry - 1 < self.draft_queries.shape[2]:
+            before = self.recent
             self._remember(self.draft_queries[:, :, entry - 1 : entry])
+            assert before is not None and self.recent is not None
+            self.recent = torch.where((lengths >= 0)[:, None, None, None], self.recent, before)
 
     def prepare(self, count: int) -> None:
         """Room for `count` tokens more a row."""

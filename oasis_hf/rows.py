@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from .config import BLOCK
@@ -13,14 +16,21 @@ class Rows:
     Left padding and holes are squeezed out: a row stores its real tokens only. `columns` is the length that
     transformers knows (padding included); `valid` says which of those columns are real tokens of a row.
 
+    A step may leave rows out (`leave_out`), and rows may take several tokens each of their own number
+    (`advance_by`), as when drafts are verified: then columns of which a row has none are invalid in it.
+
     Attributes:
         columns: python int. valid: `[B, columns]` bool on the host. tokens: real tokens a row, python ints.
+        takes: whether each row takes tokens in a step, python bools; taking: the same `[B]` bool on the model's device
+        while some may not, else None.
     """
 
     def __init__(self, batch: int) -> None:
         self._room = torch.ones((batch, 0), dtype=torch.bool)  # True beyond `columns`
         self.columns = 0
         self.tokens = [0] * batch
+        self.takes = [True] * batch
+        self.taking: torch.Tensor | None = None
         self._device: dict[torch.device, torch.Tensor] = {}
         self._columns: dict[torch.device, torch.Tensor] = {}
 
@@ -62,12 +72,50 @@ class Rows:
         self.tokens = [n + new for n, new in zip(self.tokens, valid.sum(1).tolist())]
         self._forget_device()
 
-    def advance(self, count: int, on_device: bool = True) -> None:
-        """`count` real tokens more in every row; the device's lengths are advanced in place, unless they are
-        already."""
+    @contextlib.contextmanager
+    def pacing(self, device: torch.device) -> Iterator[None]:
+        """Inside, steps may leave rows out, and rows may take several tokens each of their own number. The columns
+        that come are then packed: every row's real ones first."""
+        first, before = self.columns, list(self.tokens)
+        self.taking = torch.ones(len(self), dtype=torch.bool, device=device)
+        try:
+            yield
+        finally:
+            self.taking, self.takes = None, [True] * len(self)
+            new = [n - old for n, old in zip(self.tokens, before)]
+            packed = torch.arange(max(new)) < torch.tensor(new)[:, None]
+            self._set_valid(torch.cat((self.valid[:, :first], packed), 1))
+            self._columns.clear()
+
+    def leave_out(self, takes: torch.Tensor) -> None:
+        """From here on only rows where `takes` `[B]` (on the device) take tokens; in `pacing`."""
+        assert self.taking is not None
+        self.taking.copy_(takes)
+        self.takes = takes.tolist()
+
+    def advance_by(self, counts: list[int], on_device: torch.Tensor | None) -> None:
+        """Real tokens more, each row its own number. on_device: the same `[B]`; None: the device has advanced."""
+        first, most = self.columns, max(counts)
+        self._widen(most)
+        self._room[:, first : first + most] = torch.arange(most) < torch.tensor(counts)[:, None]
+        self.tokens = [n + new for n, new in zip(self.tokens, counts)]
+        if on_device is not None:
+            for known in self._device.values():
+                known.add_(on_device.to(known.device))
+            for columns in self._columns.values():
+                columns.add_(most)
+
+    def _widen(self, count: int) -> None:
         self.columns += count
         if self.columns > self._room.shape[1]:
             self._room = torch.cat((self._room, self._room.new_ones((len(self), max(self.columns, 64)))), 1)
+
+    def advance(self, count: int, on_device: bool = True) -> None:
+        """`count` real tokens more in every row that takes any; the device's lengths are advanced in place, unless
+        they are already."""
+        if self.taking is not None:
+            return self.advance_by([count * takes for takes in self.takes], count * self.taking if on_device else None)
+        self._widen(count)
         self.tokens = [n + count for n in self.tokens]
         if on_device:
             for known in (*self._device.values(), *self._columns.values()):

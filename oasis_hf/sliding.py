@@ -151,8 +151,9 @@ class SlidingLayer(CacheLayerMixin):
         """All that a captured step touches here."""
         return [self.ring_keys, self.ring_values, self.real]
 
-    def commit(self, entry: int, position: int) -> None:
-        """A tail entry that stands `entry` columns behind the step's first is accepted at column `position`."""
+    def commit(self, entry: int, position: int, lengths: torch.Tensor, tokens: list[int]) -> None:
+        """A tail entry that stands `entry` columns behind the step's first is accepted at column `position`, in every
+        row."""
         if self._tail_start + entry != position:
             source, target = (self._tail_start + entry) % self.size, position % self.size
             self.ring_keys[:, :, target] = self.ring_keys[:, :, source]

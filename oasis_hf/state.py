@@ -30,6 +30,7 @@ class Step:
             that, once it is known from `pair` `[2, W + drafts]`: with a draft and without.
         held: what the drafter uses on the device in this step, where that can be captured. replayed: it was.
         on_demand: select and fetch before attending.
+        taking: `[B]` bool, which rows take the token; None: all. The others run along, and nothing of them changes.
         pipeline: side streams of the step that is being captured; None: it runs eagerly.
         attended: indices of the layers that have attended in it.
     """
@@ -46,6 +47,7 @@ class Step:
     pair: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     on_demand: bool = False
+    taking: torch.Tensor | None = None
     held: list[torch.Tensor] | None = None
     replayed: bool = False
     pipeline: Pipeline | None = None
@@ -63,6 +65,12 @@ class Step:
         if what not in self._shared:
             self._shared[what] = make()
         return self._shared[what]
+
+    def where_taking(self, lengths: torch.Tensor, otherwise: int) -> torch.Tensor:
+        """`lengths` `[B]`, and `otherwise` in rows that take no token."""
+        if self.taking is None:
+            return lengths
+        return torch.where(self.taking.to(lengths.device), lengths, otherwise)
 
     @property
     def ends(self) -> list[int]:

@@ -198,7 +198,7 @@ class Stepper:
         step = Step(
             mode, state.number, count, list(rows.tokens), rows.columns, draft_rows(config) if may_draft else 0,
             predicts=state.grows_sparse and predicts_blocks(config),
-            on_demand=config.lookahead == "on_demand" and state.grows_sparse,
+            on_demand=config.lookahead == "on_demand" and state.grows_sparse, taking=rows.taking,
         )  # fmt: skip
         step.tail = self.tail = Tail.chain(ids, positions, count, step.drafts)
         call = dict(call, attention_mask=None)
@@ -221,7 +221,7 @@ class Stepper:
             cache.drafter.note(own, lengths)
             if step.pipeline is not None:
                 step.pipeline.predicted()
-                lengths.add_(count)
+                lengths.add_(count if step.taking is None else step.taking)
                 rows.columns_on(device).add_(count)
             return out
 
@@ -232,7 +232,7 @@ class Stepper:
         starts = lengths if step.held is not None or not cache.drafter.proposes else lengths.clone()
         rows.advance(count, on_device=not step.replayed or step.held is None)
         if step.held is None:
-            cache.drafter.observe(ids, starts, None)
+            cache.drafter.observe(ids, starts, None if step.taking is None else step.taking[:, None])
         else:
             cache.drafter.noted(count)
         cache.take_snapshot()
@@ -306,6 +306,10 @@ class Stepper:
             have[0][:] = values
         return have[1]
 
+    def note_accepted(self, accepted: int, tried: int) -> None:
+        """Of `tried` verified drafts so many were the next input."""
+        self.acceptance += _RATE * (accepted / tried - self.acceptance)
+
     # -- memoised acceptance ------------------------------------------------------------------------------------------
 
     def _recall(self, ids: torch.Tensor, call: dict[str, Any], name: str) -> Any:
@@ -317,7 +321,7 @@ class Stepper:
             return None
         matched = memo.tokens[:, memo.used] == token
         hit = bool((matched if ended is None else matched | ended).all())
-        self.acceptance += _RATE * (hit - self.acceptance)
+        self.note_accepted(int(hit), 1)
         if not hit:
             return None
         assert self.tail is not None

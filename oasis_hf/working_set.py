@@ -80,7 +80,8 @@ class WorkingSet:
     def append_from_tail(
         self, entry: int, lengths: torch.Tensor, step: torch.Tensor, may_open: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tail entry -> open block, where `lengths` is not negative. Returns slot `[B, H]` and wasted `[B, H]`: an evicted block nobody attended to."""
+        """Tail entry -> open block, where `lengths` is not negative. Returns slot `[B, H]` and wasted `[B, H]`: an
+        evicted block nobody attended to."""
         slot, evicted = ops.append(
             self.keys, self.values, self.table, self.last_selected, lengths, self.order,
             self.keys[:, :, entry], self.values[:, :, entry], step, may_open,

@@ -10,6 +10,7 @@ import torch
 from test_graphs import Fake, collects, fake_cuda  # noqa: F401
 from tiny import left_padded, prompt, tiny
 
+import oasis_hf
 from oasis_hf import HostMemoryError, OasisCache, OracleDrafter
 from oasis_hf.config import BLOCK
 from oasis_hf.graphs import StepGraphs
@@ -58,7 +59,8 @@ def replays(monkeypatch, fake_cuda):  # noqa: F811
         slot, wasted = own.append_from_tail(entry, lengths, age, True)
         self.store.append(self.index, lengths, own.keys[:, :, entry], own.values[:, :, entry])
         self.counters.add("wasted", wasted.sum(0))
-        self.summaries.close(own.slot_keys(slot), lengths // BLOCK, (lengths + 1) % BLOCK == 0)
+        closing = (lengths >= 0) & ((lengths + 1) % BLOCK == 0)
+        self.summaries.close(own.slot_keys(slot), lengths // BLOCK, closing)
 
     monkeypatch.setattr(StepGraphs, "_capture", again)
     monkeypatch.setattr(OasisLayer, "_append", append_by_the_device)
@@ -182,6 +184,27 @@ def feed(cache, tokens):
         position = torch.full((len(tokens), 1), cache.get_seq_length())
         out.append(cache.model(tokens[:, at : at + 1], position_ids=position, past_key_values=cache).logits)
     return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"drafter": "previous", "lookahead": "smoothed"}], ids=str)
+def test_rows_at_their_own_pace(replays, knobs):
+    """`oasis_hf.generate`: rows that take no part, and a number of accepted drafts for each, between and in replays."""
+    model, inputs = tiny("llama"), inputs_of([100, 90, 61])
+    free = model.generate(**inputs, max_new_tokens=60, do_sample=False, eos_token_id=None)
+    end = int(free[2, 100 + 40])
+    caches, texts = [], []
+    for graphs in (False, True):
+        cache = OasisCache(model, graphs=graphs, budget=64, compile_after=None, speculate=True, draft_tokens=2, **knobs)
+        texts.append(oasis_hf.generate(
+            model, **inputs, past_key_values=cache, max_new_tokens=120, do_sample=False, eos_token_id=end,
+            pad_token_id=0,
+        ))  # fmt: skip
+        caches.append(cache)
+    eager, cache = caches
+    assert cache.graphs.replays > 30 and cache.graphs.refused is None
+    assert torch.equal(*texts) and len(set(cache.state.rows.tokens)) == 3
+    for name, value in eager.stats().items():
+        assert torch.equal(value, cache.stats()[name]), name
 
 
 def test_rows_that_open_blocks_at_a_replay_found_them_ready(replays, monkeypatch):

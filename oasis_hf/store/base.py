@@ -42,7 +42,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def append(self, layer: int, lengths: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """One token a row at `lengths` `[B]` (on the device), none where that is negative. keys, values: `[B, H, D]`."""
+        """One token a row at `lengths` `[B]` (on the device), none where negative. keys, values: `[B, H, D]`."""
 
     @abstractmethod
     def read(self, layer: int, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,78 @@
+"""Which of a row's drafts are accepted, and the token that follows them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation import logits_process
+
+if TYPE_CHECKING:
+    from .text import Text
+
+BY_SCORES_ALONE = tuple(
+    getattr(logits_process, name)
+    for name in (
+        "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper",
+        "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor", "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+    )
+)  # fmt: skip
+"""Processors that look at nothing but the scores: all positions of all rows go through them at once."""
+
+
+class Choice:
+    """Chooses tokens as `model.generate` does, and accepts the drafts that are so chosen.
+
+    Args:
+        processors: generate's logits processors. do_sample: as its configuration says.
+    """
+
+    def __init__(self, processors: Any, do_sample: bool) -> None:
+        self.processors, self.do_sample = processors, do_sample
+        self.at_once = all(type(one) in BY_SCORES_ALONE for one in processors)
+
+    def __call__(self, text: "Text", drafts: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens that come next.
+
+        Args:
+            text: what the rows hold. drafts: `[B, k]`, a chain. logits: `[B, 1 + k, V]` float32, behind the row's last
+                token and behind each draft.
+
+        Returns:
+            chain `[B, k + 1]` and count `[B]`: a row's first `count` are chosen, all but the last of them drafts.
+        """
+        scores = self._processed(text, drafts, logits)
+        return self._sampled(drafts, scores) if self.do_sample else self._greedy(drafts, scores)
+
+    def _processed(self, text: "Text", drafts: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if not len(self.processors):
+            return logits
+        if self.at_once:
+            return self.processors(drafts[:, :0], logits.flatten(0, 1)).view_as(logits)
+        scores = logits.clone()
+        for rows, places, before in text.with_drafts(drafts):
+            # All rows, since some processors know the batch; those of another length are not looked at.
+            processed = self.processors(before, logits[torch.arange(len(logits)), places.clamp(0, drafts.shape[1])])
+            scores[rows, places[rows]] = processed[rows]
+        return scores
+
+    def _greedy(self, drafts: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chain = scores.argmax(-1)
+        return chain, 1 + (chain[:, :-1] == drafts).long().cumprod(1).sum(1)
+
+    def _sampled(self, drafts: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leviathan et al. (2211.17192), algorithm 1, for a drafter that is certain of each of its drafts: one is
+        accepted with its probability, and behind the first that is not a token is drawn from the other ones'."""
+        probability = scores.softmax(-1)
+        wanted = probability[:, :-1].gather(2, drafts.unsqueeze(-1)).squeeze(-1)
+        accepted = (torch.rand_like(wanted) < wanted).long().cumprod(1).sum(1)
+        rows = torch.arange(len(drafts), device=drafts.device)
+        left = probability[rows, accepted]
+        # Padded by a column of its own for rows that accepted all: nothing is taken out there.
+        refused = torch.cat((drafts, drafts.new_zeros((len(drafts), 1))), 1)[rows, accepted]
+        stays = (accepted == drafts.shape[1]).to(left.dtype)[:, None]
+        left = left.scatter(1, refused[:, None], left.gather(1, refused[:, None]) * stays)
+        last = torch.multinomial(left, 1)
+        chain = torch.cat((drafts, last), 1).scatter(1, accepted[:, None], last)
+        return chain, accepted + 1
