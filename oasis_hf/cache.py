@@ -259,13 +259,33 @@ class OasisCache(Report, Padding, Cache):
         count = min(max(count, 0), rows.columns)
         if count == 0:
             return
+        self._shorten(rows.valid[:, : rows.columns - count])
+
+    @_keeps_buffers
+    def crop_rows(self, tokens: list[int]) -> None:
+        """Rows keep their first `tokens` real ones. Columns that no row has any more are dropped.
+
+        Raises:
+            ValueError: another number of rows, or more tokens than a row has.
+        """
+        rows = self.state.need_rows()
+        if len(tokens) != len(rows) or any(not 0 <= keep <= have for keep, have in zip(tokens, rows.tokens)):
+            raise ValueError(f"crop_rows({tokens}) must name a length for each of the rows' {rows.tokens} tokens.")
+        if tokens == rows.tokens:
+            return
+        valid = rows.valid & (rows.valid.cumsum(1) <= torch.tensor(tokens)[:, None])
+        self._shorten(valid[:, : int(valid.any(0).nonzero().max()) + 1 if valid.any() else 0])
+
+    def _shorten(self, valid: torch.Tensor) -> None:
+        """Rows lose tokens at their end: `valid` `[B, columns]` is what they have from now on."""
+        rows = self.state.need_rows()
         for layer in self.layers:
             if isinstance(layer, SlidingLayer):
-                layer.check_crop(rows.columns - count)
+                layer.check_crop(valid.shape[1])
         self.stepper.forget()
         self.settle()
         before, self.state.ready = list(rows.tokens), None
-        rows.crop(count)
+        rows.shorten(valid)
         if self.state.store is not None:
             self.state.store.truncate(rows.tokens)
         # A row whose last block was closed, or that lost its open block, must find the new last one in a slot.
@@ -276,7 +296,7 @@ class OasisCache(Report, Padding, Cache):
         self.state.dirty_from = [min(old, -(-n // BLOCK)) for old, n in zip(self.state.dirty_from, rows.tokens)]
         for layer in self.layers:
             if layer.is_initialized:
-                layer.rewind(count, reopened)
+                layer.rewind([old - new for old, new in zip(before, rows.tokens)], reopened)
         self.state.first_due = self.state.first_due and rows.columns > 0
         self.drafter.crop(rows.tokens)
 

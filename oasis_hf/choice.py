@@ -32,18 +32,30 @@ class Choice:
         self.processors, self.do_sample = processors, do_sample
         self.at_once = all(type(one) in BY_SCORES_ALONE for one in processors)
 
-    def __call__(self, text: "Text", drafts: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, text: "Text", drafts: torch.Tensor, logits: torch.Tensor, drawn_from: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens that come next.
 
         Args:
             text: what the rows hold. drafts: `[B, k]`, a chain. logits: `[B, 1 + k, V]` float32, behind the row's last
                 token and behind each draft.
+            drawn_from: `[B, k, V]`, the probabilities that drafts were drawn from; None: they were certain.
 
         Returns:
             chain `[B, k + 1]` and count `[B]`: a row's first `count` are chosen, all but the last of them drafts.
         """
         scores = self._processed(text, drafts, logits)
-        return self._sampled(drafts, scores) if self.do_sample else self._greedy(drafts, scores)
+        return self._sampled(drafts, scores, drawn_from) if self.do_sample else self._greedy(drafts, scores)
+
+    def draw(self, text: "Text", drafts: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token `[B]` behind a row's drafts `[B, k]` from logits `[B, V]`, and the probabilities `[B, V]` that it was
+        drawn from."""
+        places = logits[:, None].expand(-1, drafts.shape[1] + 1, -1)
+        scores = self._processed(text, drafts, places)[:, -1]
+        probability = scores.softmax(-1)
+        token = torch.multinomial(probability, 1).squeeze(1) if self.do_sample else scores.argmax(-1)
+        return token, probability
 
     def _processed(self, text: "Text", drafts: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         if not len(self.processors):
@@ -61,18 +73,23 @@ class Choice:
         chain = scores.argmax(-1)
         return chain, 1 + (chain[:, :-1] == drafts).long().cumprod(1).sum(1)
 
-    def _sampled(self, drafts: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Leviathan et al. (2211.17192), algorithm 1, for a drafter that is certain of each of its drafts: one is
-        accepted with its probability, and behind the first that is not a token is drawn from the other ones'."""
+    def _sampled(
+        self, drafts: torch.Tensor, scores: torch.Tensor, drawn_from: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leviathan et al. (2211.17192), algorithm 1: a draft is accepted with the ratio of its probability to the one
+        it was drawn with, and behind the first that is not, a token is drawn from what the first distribution has more
+        of than the second. A drafter that was certain drew with probability 1."""
         probability = scores.softmax(-1)
-        wanted = probability[:, :-1].gather(2, drafts.unsqueeze(-1)).squeeze(-1)
-        accepted = (torch.rand_like(wanted) < wanted).long().cumprod(1).sum(1)
+        if drawn_from is None:
+            drawn_from = torch.nn.functional.one_hot(drafts, scores.shape[-1]).to(scores.dtype)
+        wanted, drawn = (one.gather(2, drafts.unsqueeze(-1)).squeeze(-1) for one in (probability[:, :-1], drawn_from))
+        accepted = (torch.rand_like(wanted) * drawn < wanted).long().cumprod(1).sum(1)
         rows = torch.arange(len(drafts), device=drafts.device)
-        left = probability[rows, accepted]
-        # Padded by a column of its own for rows that accepted all: nothing is taken out there.
-        refused = torch.cat((drafts, drafts.new_zeros((len(drafts), 1))), 1)[rows, accepted]
-        stays = (accepted == drafts.shape[1]).to(left.dtype)[:, None]
-        left = left.scatter(1, refused[:, None], left.gather(1, refused[:, None]) * stays)
+        # Behind the last draft nothing was drawn: the whole distribution is left.
+        drawn_from = torch.cat((drawn_from, drawn_from.new_zeros((len(drafts), 1, scores.shape[-1]))), 1)
+        left = (probability[rows, accepted] - drawn_from[rows, accepted]).clamp(min=0)
+        # All taken but for rounding: such a draft was as likely as it was drawn.
+        left = torch.where(left.sum(1, keepdim=True) > 0, left, probability[rows, accepted])
         last = torch.multinomial(left, 1)
         chain = torch.cat((drafts, last), 1).scatter(1, accepted[:, None], last)
         return chain, accepted + 1

@@ -288,16 +288,18 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
         self.working_set.ensure(blocks)
         self.summaries.ensure(blocks)
 
-    def rewind(self, removed: int, reopened: bool) -> None:
-        """After `crop`: rows and store are short already. `reopened`: some row's last block was closed or gone."""
+    def rewind(self, removed: list[int], reopened: bool) -> None:
+        """After `crop`: rows and store are short already, each by so many tokens. `reopened`: some row's last block was
+        closed or gone."""
         rows = self.state.need_rows()
         keep = torch.tensor([-(-n // BLOCK) for n in rows.tokens], device=self.device)
         self.working_set.forget_from(keep)
         if reopened and not self.state.first_due:
             self._open("reopened")
-        if self.recent is not None and removed:
-            older = self.recent[:, :, :1].expand(-1, -1, min(removed, self.state.window), -1)
-            self.recent = torch.cat((older, self.recent), 2)[:, :, : self.state.window]
+        if self.recent is not None and any(removed):
+            older = torch.arange(self.state.window) - torch.tensor(removed)[:, None]  # the oldest stands for those gone
+            at = older.clamp(min=0).to(self.device)[:, None, :, None].expand_as(self.recent)
+            self.recent = self.recent.gather(2, at)
         self.draft_queries = None
 
     def select_rows(self, index: list[int]) -> None:

@@ -121,10 +121,9 @@ class Rows:
             for known in (*self._device.values(), *self._columns.values()):
                 known.add_(count)
 
-    def crop(self, count: int) -> None:
-        """Drop the last `count` columns."""
-        keep = self.columns - min(count, self.columns)
-        self._set(self.valid[:, :keep])
+    def shorten(self, valid: torch.Tensor) -> None:
+        """`valid` `[B, columns]` replaces the rows' validity, and their number of columns."""
+        self._set(valid)
 
     def hide(self, row: int, kept: torch.Tensor) -> None:
         """`kept` `[columns]` bool replaces the row's validity."""
@@ -137,6 +136,8 @@ class Rows:
     def _set(self, valid: torch.Tensor) -> None:
         self._set_valid(valid.clone())
         self.tokens = valid.sum(1).tolist()
+        if len(self.takes) != len(self.tokens):
+            self.takes = [True] * len(self.tokens)
         self._forget_device()
 
     def select(self, index: list[int]) -> None:

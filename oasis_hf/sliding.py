@@ -175,7 +175,7 @@ class SlidingLayer(CacheLayerMixin):
                 f"{self.high - columns + TAIL:,}."
             )
 
-    def rewind(self, removed: int, reopened: bool) -> None:
+    def rewind(self, removed: list[int], reopened: bool) -> None:
         """The length is the rows' own; the ring keeps what it has."""
 
     def hide(self, row: int, valid: torch.Tensor) -> None:

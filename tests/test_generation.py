@@ -316,3 +316,69 @@ def test_the_drafter_is_told_every_token():
     assert cache.stepper.forwards < 38
     for row, real in enumerate((21, 50, 33)):
         assert torch.equal(cache.drafter.history[row, : real + 39], want[row, 50 - real : -1])
+
+
+# -- verify="full" -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_a_full_verification_gives_what_dense_attention_gives(family, inputs):
+    model, inputs = tiny(family), INPUTS[inputs]()
+    want, _ = truth(model, inputs, max_new_tokens=60)
+    cache = OasisCache(model, budget=32)
+    got = oasis_hf.generate(
+        model, **inputs, past_key_values=cache, max_new_tokens=60, do_sample=False, verify="full", full_drafts=4
+    )
+    assert torch.equal(got, want)
+    alone = OasisCache(model, budget=32)
+    sparse = model.generate(**inputs, past_key_values=alone, max_new_tokens=60, do_sample=False)
+    assert not torch.equal(sparse, want), "this budget is no test: the working set alone gives the same"
+    assert cache.get_seq_length() == want.shape[1] - 1
+
+
+def test_full_verification_of_rows_that_end_and_of_the_next_turn():
+    model, inputs = tiny("llama"), INPUTS["padded"]()
+    free, _ = truth(model, inputs)
+    end = int(free[1, 58])
+    want, _ = truth(model, inputs, eos_token_id=end, pad_token_id=0)
+    cache = OasisCache(model, budget=48)
+    kwargs = dict(max_new_tokens=40, do_sample=False, eos_token_id=end, pad_token_id=0, verify="full", full_drafts=5)
+    got = oasis_hf.generate(model, **inputs, past_key_values=cache, **kwargs)
+    assert torch.equal(got, want)
+    mask = torch.cat((inputs["attention_mask"], (want[:, 50:] != 0).long(), torch.ones(3, 9, dtype=torch.long)), 1)
+    ids = torch.cat((want, prompt(3, 9, seed=7)), 1)
+    dense = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    again = oasis_hf.generate(
+        model, ids, attention_mask=mask, past_key_values=cache, verify="full", max_new_tokens=20, do_sample=False,
+        eos_token_id=None,
+    )  # fmt: skip
+    assert torch.equal(again, dense)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_full_verification_with_windows_of_one_row(family):
+    model, inputs = tiny(family), INPUTS["one"]()
+    want, _ = truth(model, inputs)
+    cache = OasisCache(model, budget=32)
+    got = oasis_hf.generate(model, **inputs, past_key_values=cache, max_new_tokens=40, do_sample=False, verify="full")
+    assert torch.equal(got, want)
+
+
+def test_what_verify_may_be():
+    model, inputs = tiny("llama"), INPUTS["one"]()
+    for wrong in ({"verify": "dense"}, {"verify": "full", "full_drafts": 0}, {"full_drafts": 1.5}):
+        with pytest.raises(ValueError, match="verify='sparse' or 'full' and full_drafts of 1 or more"):
+            oasis_hf.generate(model, **inputs, **wrong)
+
+
+def test_drafts_that_were_drawn_leave_the_distribution_unchanged():
+    torch.manual_seed(6)
+    words, draws = 7, 20_000
+    logits, guess = torch.randn(1, 2, words), torch.randn(words).softmax(-1)
+    drafts = torch.multinomial(guess.expand(draws, -1), 1)
+    chain, count = Choice([], True)(_Rows(), drafts, logits.expand(draws, -1, -1), guess.expand(draws, 1, -1))
+    seen = torch.bincount(chain[:, 0], minlength=words).double()
+    expected = logits[0, 0].double().softmax(-1) * draws
+    assert ((seen - expected) ** 2 / expected).sum() < 22.5
+    assert (count > 1).float().mean() == pytest.approx(float(logits[0, 0].softmax(-1).minimum(guess).sum()), abs=0.02)

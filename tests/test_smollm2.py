@@ -13,6 +13,7 @@ import torch
 from test_generate import generate
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
+import oasis_hf
 from oasis_hf import OasisCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
@@ -148,3 +149,17 @@ def test_a_sparse_run_of_a_real_text_stays_close_to_dense(smollm2):
     stats = cache.stats()
     assert 0 < stats["fetched"].sum() <= 63 * 30 * 3 * cache.state.cap
     assert cache.memory()["working_set"] < 0.4 * cache.memory()["dense"]
+
+
+def test_generate_at_each_rows_own_pace_and_without_loss(float_model, ids):
+    model, tokenizer = float_model
+    inputs = padded(tokenizer(TEXT * 12, return_tensors="pt").input_ids[:, :500], [500, 400])
+    kwargs = dict(max_new_tokens=48, do_sample=False, eos_token_id=None, pad_token_id=0)
+    want = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), **kwargs)
+    wide = OasisCache(model, speculate=True, draft_tokens=2)
+    assert torch.equal(oasis_hf.generate(model, **inputs, past_key_values=wide, **kwargs), want)
+    assert wide.stepper.forwards < 44, "a text that repeats itself, and lookup found nothing"
+    narrow = OasisCache(model, budget=96)
+    assert torch.equal(oasis_hf.generate(model, **inputs, past_key_values=narrow, verify="full", **kwargs), want)
+    assert narrow.stepper.forwards < 48 * 1.5, "nearly nothing that the working set drafts is accepted"
+    assert narrow.stats()["first"].sum() > 0
