@@ -25,8 +25,10 @@ def verified(model: Any, cache: "OasisCache", choose: Choice, text: Text, drafts
     rows = cache.state.need_rows()
     before, going = list(rows.tokens), ~text.done
     rows.leave_out(going.to(cache.device))
-    drafted, drawn_from = _draft(model, cache, choose, text, drafts)
-    cache.crop_rows(before)
+    try:
+        drafted, drawn_from = _draft(model, cache, choose, text, drafts)
+    finally:  # interrupted or not: nothing unverified stays
+        cache.crop_rows(before)
     ids = torch.cat((text.last()[:, None], drafted), 1)
     out = dense(model, cache, ids, going)
     chain, count = choose(text, drafted, out.logits.to(ids.device, torch.float32), drawn_from)

@@ -382,3 +382,30 @@ def test_drafts_that_were_drawn_leave_the_distribution_unchanged():
     expected = logits[0, 0].double().softmax(-1) * draws
     assert ((seen - expected) ** 2 / expected).sum() < 22.5
     assert (count > 1).float().mean() == pytest.approx(float(logits[0, 0].softmax(-1).minimum(guess).sum()), abs=0.02)
+
+
+def test_an_interrupted_round_leaves_nothing_unverified(monkeypatch):
+    from oasis_hf import lossless
+
+    model, inputs = tiny("llama"), INPUTS["one"]()
+    want, _ = truth(model, inputs)
+    draw, seen = Choice.draw, []
+
+    def interrupted(self, *args):
+        seen.append(1)
+        if len(seen) == 11:
+            raise KeyboardInterrupt
+        return draw(self, *args)
+
+    cache = OasisCache(model, budget=32)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lossless.Choice, "draw", interrupted)
+        oasis_hf.generate(
+            model, **inputs, past_key_values=cache, max_new_tokens=40, do_sample=False, verify="full", full_drafts=4
+        )
+    held = cache.get_seq_length()
+    assert held < 50 + 10
+    got = oasis_hf.generate(
+        model, want[:, : held + 1], past_key_values=cache, max_new_tokens=89 - held, do_sample=False, verify="full"
+    )
+    assert torch.equal(got, want)

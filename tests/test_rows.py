@@ -95,3 +95,30 @@ def test_tokens_lengths_and_validity_always_agree(data):
             model = [list(model[i]) for i in index]
         assert rows.valid.tolist() == model
         assert rows.tokens == [sum(row) for row in model] == rows.lengths(CPU).tolist()
+
+
+@given(st.data())
+def test_rows_at_their_own_pace_are_packed_at_the_end(data):
+    batch = data.draw(st.integers(1, 3))
+    rows = Rows(batch)
+    first = torch.tensor(data.draw(st.lists(st.booleans(), min_size=2 * batch, max_size=2 * batch))).view(batch, 2)
+    rows.extend(first)
+    lengths, want = rows.lengths(CPU), list(rows.tokens)
+    with rows.pacing(CPU):
+        for _ in range(data.draw(st.integers(0, 5))):
+            takes = data.draw(st.lists(st.booleans(), min_size=batch, max_size=batch))
+            rows.leave_out(torch.tensor(takes))
+            if data.draw(st.booleans()):
+                count = data.draw(st.integers(1, 2))
+                rows.advance(count)
+                more = [count * one for one in takes]
+            else:
+                more = [one * data.draw(st.integers(0, 3)) for one in takes]
+                rows.advance_by(more, torch.tensor(more))
+            want = [n + new for n, new in zip(want, more)]
+            assert rows.tokens == want == lengths.tolist() == rows.valid.sum(1).tolist()
+            assert rows.columns_on(CPU) == rows.columns
+    assert rows.tokens == want == rows.lengths(CPU).tolist() and rows.taking is None
+    new = [n - old for n, old in zip(want, first.sum(1).tolist())]
+    assert rows.columns == 2 + max(new) and rows.columns_on(CPU) == rows.columns
+    assert [row.tolist() for row in rows.valid[:, 2:]] == [[True] * n + [False] * (max(new) - n) for n in new]
