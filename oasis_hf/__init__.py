@@ -3,7 +3,7 @@
 from .attach import detach
 from .cache import OasisCache
 from .config import ConfigError, OasisConfig
-from .drafters import Drafter, DrafterError, OracleDrafter, PreviousDrafter, PromptLookupDrafter
+from .drafters import Drafter, DrafterError, Eagle3Drafter, OracleDrafter, PreviousDrafter, PromptLookupDrafter
 from .generation import generate
 from .store import HostMemoryError
 from .supported import UnsupportedModelError
@@ -11,6 +11,7 @@ from .supported import UnsupportedModelError
 __version__ = "0.1.0"
 
 __all__ = [
-    "ConfigError", "Drafter", "DrafterError", "HostMemoryError", "OasisCache", "OasisConfig", "OracleDrafter",
-    "PreviousDrafter", "PromptLookupDrafter", "UnsupportedModelError", "__version__", "detach", "generate",
+    "ConfigError", "Drafter", "DrafterError", "Eagle3Drafter", "HostMemoryError", "OasisCache", "OasisConfig",
+    "OracleDrafter", "PreviousDrafter", "PromptLookupDrafter", "UnsupportedModelError", "__version__", "detach",
+    "generate",
 ]  # fmt: skip

@@ -315,6 +315,8 @@ def attach(model: Any, cache: "OasisCache") -> None:
         attachment.caches.add(cache)
         _attachments[model] = attachment  # again: a collection in between may have released it
         attachment.place(model)
+        for also in at_attach:
+            also(model, cache)
     weakref.finalize(cache, _release, weakref.ref(model))
 
 
@@ -326,6 +328,9 @@ def _release(model: "weakref.ref[Any]") -> None:
         if attachment is not None and not list(attachment.caches):
             detach(target)
 
+
+at_attach: list[Callable[[Any, "OasisCache"], None]] = []
+"""Called with a model and a cache that is attached to it."""
 
 at_detach: list[Callable[[Any], None]] = []
 """Called with a model that is detached: what else was done to it is undone."""

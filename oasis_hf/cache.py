@@ -49,7 +49,8 @@ class OasisCache(Report, Padding, Cache):
     Args:
         model: the causal language model it will be used with; it is attached while any of its caches lives.
         config: an `OasisConfig`; None: the defaults.
-        drafter: see `drafters.make_drafter`; None: n-gram matches where there are any, else recent queries.
+        drafter: see `drafters.make_drafter`; None: an EAGLE-3 head that is known for the model, else n-gram matches
+            where there are any, else recent queries.
         **knobs: fields of `OasisConfig` that replace those of `config`.
 
     Raises:

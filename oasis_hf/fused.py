@@ -113,7 +113,7 @@ class FusedLayers:
     """
 
     def __init__(self, model: Any) -> None:
-        self.layers = _decoder_layers(model)
+        self.layers = decoder_layers(model)
         if any("forward" in layer.__dict__ for layer in self.layers):
             raise FusionError("something else stands in for a layer's forward")
         self.failed: str | None = None
@@ -237,7 +237,8 @@ def _changed(linear: nn.Linear) -> bool:
     return bool(linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
 
 
-def _decoder_layers(model: Any) -> list[nn.Module]:
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """In their order. Raises `FusionError` where they are not found."""
     count = supported.text_config(model).num_hidden_layers
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not name.endswith("layers") or len(module) != count:

@@ -52,7 +52,7 @@ class Report:
 
     def memory(self) -> dict[str, int]:
         """Bytes: `host` (the full KV), `working_set` and `summaries` where the model runs, and `dense`, what a
-        `DynamicCache` would hold there for the same tokens."""
+        `DynamicCache` would hold there for the same tokens; `drafter`, where that is a head, which caches may share."""
         state = self.state
         sets, summaries = (sum(part) for part in zip(*(layer.device_bytes for layer in self.layers)))
         dense = 0
@@ -63,7 +63,8 @@ class Report:
             if isinstance(layer, SlidingLayer):
                 dense += layer.device_bytes[0] // layer.size * min(layer.get_seq_length(), layer.window - 1)
         host = state.store.nbytes if state.store is not None else 0
-        return {"host": host, "working_set": sets, "summaries": summaries, "dense": dense}
+        memory = {"host": host, "working_set": sets, "summaries": summaries, "dense": dense}
+        return {**memory, "drafter": self.drafter.nbytes} if self.drafter.nbytes else memory
 
     def report(self, width: int = 100) -> str:
         """The counters by layer, memory, and what predicted, as a table."""
@@ -145,7 +146,8 @@ class Report:
 
 def _memory_line(memory: dict[str, int]) -> str:
     parts = {name: f"{size / 2**20:,.1f} MiB" for name, size in memory.items()}
+    drafter = f" + drafter {parts['drafter']}" if "drafter" in parts else ""
     return (
-        f"full KV in the store {parts['host']}; working set {parts['working_set']} + summaries {parts['summaries']} "
-        f"on the device (a dense cache: {parts['dense']})"
+        f"full KV in the store {parts['host']}; working set {parts['working_set']} + summaries {parts['summaries']}"
+        f"{drafter} on the device (a dense cache: {parts['dense']})"
     )

@@ -289,17 +289,6 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
     refuse(tmp_path, "nor a folder with a config.json")
 
 
-@pytest.mark.parametrize("as_text", [True, False])
-def test_a_head_that_fits_passes_its_checks(tmp_path, as_text):
-    folder = head(tmp_path / "head")
-    refuse(str(folder) if as_text else folder, "fits this model")
-
-
-def test_a_head_that_taps_other_layers_passes_its_checks(tmp_path):
-    taps = {"eagle_aux_hidden_state_layer_ids": [0, 2]}
-    refuse(head(tmp_path / "head", taps=2, eagle_config=taps), "fits this model")
-
-
 @pytest.mark.parametrize("keep", [0, 4, 60, -8])
 def test_a_truncated_file_is_named(tmp_path, keep):
     folder = head(tmp_path / "head")

@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import OasisConfig
+from ..lookahead import wants_drafts
 from .base import Draft, Drafter, DrafterError
-from .head import check_head
+from .eagle3 import Eagle3Drafter
+from .known import known_head
 from .oracle import OracleDrafter
 from .previous import PreviousDrafter
 from .prompt_lookup import PromptLookupDrafter
@@ -25,8 +27,9 @@ def make_drafter(drafter: Any, model: Any, config: OasisConfig) -> Drafter:
     """The drafter that `OasisCache(model, drafter=...)` means.
 
     Args:
-        drafter: None or `"auto"` (n-gram matches, else recent queries), a name in `DRAFTERS`, a `Drafter`, or the
-            folder of an EAGLE-3 head.
+        drafter: None or `"auto"` (an EAGLE-3 head that `heads.json` names for the model, where it can be had, else
+            n-gram matches, else recent queries), a name in `DRAFTERS`, a `Drafter`, or an EAGLE-3 head: its folder or
+            its repository on the hub.
 
     Raises:
         DrafterError: unknown name, a head that is truncated or made for another model, an oracle without tokens.
@@ -35,16 +38,15 @@ def make_drafter(drafter: Any, model: Any, config: OasisConfig) -> Drafter:
         drafter = "auto"
     if isinstance(drafter, Drafter):
         made = drafter
+    elif drafter == "auto":
+        known = known_head(model) if wants_drafts(config) and config.lookahead != "oracle" else None
+        made = known or DRAFTERS["auto"]()
     elif isinstance(drafter, str) and drafter in DRAFTERS:
         made = DRAFTERS[drafter]()
     elif isinstance(drafter, str) and drafter == "oracle":
         raise DrafterError("drafter='oracle' must be told the true tokens: pass OracleDrafter(tokens).")
     elif isinstance(drafter, str) or hasattr(drafter, "__fspath__"):
-        check_head(drafter, model)
-        raise DrafterError(
-            f"The EAGLE-3 head {str(drafter)!r} fits this model, but running heads is not supported yet: use "
-            "drafter='prompt_lookup' or 'previous'."
-        )
+        made = Eagle3Drafter.from_pretrained(drafter, model)
     else:
         names = ", ".join(map(repr, DRAFTERS))
         raise DrafterError(f"drafter={drafter!r} is not a drafter: use {names}, a folder, or a Drafter.")
@@ -55,6 +57,6 @@ def make_drafter(drafter: Any, model: Any, config: OasisConfig) -> Drafter:
 
 
 __all__ = [
-    "DRAFTERS", "Draft", "Drafter", "DrafterError", "OracleDrafter", "PreviousDrafter", "PromptLookupDrafter",
-    "make_drafter",
+    "DRAFTERS", "Draft", "Drafter", "DrafterError", "Eagle3Drafter", "OracleDrafter", "PreviousDrafter",
+    "PromptLookupDrafter", "make_drafter",
 ]  # fmt: skip

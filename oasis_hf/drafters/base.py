@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from ..state import Step
 
 
 class DrafterError(ValueError):
@@ -28,7 +31,9 @@ class Drafter:
     Attributes:
         proposes: False for a drafter that never has a draft; no rows are stacked then.
         always: True for one that has a draft in every row at every step, as a head has.
-        taps: indices of decoder layers whose input hidden states it wants (EAGLE-3; read by hooks of its own).
+        taps: indices of decoder layers whose input hidden states it wants, ascending; the number of layers means the
+            final norm's input. `tap` is called with them.
+        nbytes: what it holds on the device, where that is worth telling.
     """
 
     name = "drafter"
@@ -36,8 +41,16 @@ class Drafter:
     always = False
     taps: tuple[int, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        return 0
+
     def check(self, model: Any) -> None:
         """Raise `DrafterError` if it does not fit the model. Called once, when the cache is made."""
+
+    def tap(self, layer: int, hidden: torch.Tensor, step: "Step") -> None:
+        """In a forward of its cache: the input `[B, q, H]` of a layer of `taps`, drafts last. Work of the device alone
+        in a decode step: a captured one repeats that, and does not call this again."""
 
     def observe(self, tokens: torch.Tensor | None, starts: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Committed tokens. tokens: `[B, q]` ids (None: the caller gave embeddings), starts: `[B]` position of each

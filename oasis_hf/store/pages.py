@@ -149,7 +149,7 @@ class PagePool:
 
     def release(self, pages: torch.Tensor) -> None:
         """One reference fewer to each; pages that nobody refers to are free again."""
-        self.references.index_add_(0, pages, torch.full((len(pages),), -1, dtype=torch.int32))
+        self.references.index_add_(0, pages, torch.full((len(pages),), -1, dtype=torch.int32, device="cpu"))
         gone = pages[self.references[pages] == 0].unique()
         self._free = torch.cat((self._free, gone))
 

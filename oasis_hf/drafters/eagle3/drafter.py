@@ -1,0 +1,251 @@
+"""`Eagle3Drafter`: an EAGLE-3 head beside a cache, fed by taps of the target's hidden states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ... import supported
+from ...config import TAIL
+from .. import taps as hooks
+from ..base import Draft, Drafter, DrafterError
+from . import checkpoint, files
+from .head import Eagle3Head
+from .past import Past
+
+if TYPE_CHECKING:
+    from ...state import Step
+
+LONGEST = 4096
+"""Window where none is asked for, at most: no public recipe trains at longer texts, whatever a head's config says."""
+
+
+class Eagle3Drafter(Drafter):
+    """Proposes by an EAGLE-3 head (arXiv 2503.01840).
+
+    Its row t is made of the target's hidden states of position t and the token behind it, and proposes the one after
+    that. So of a row of n tokens it holds the keys and values of positions 0 to n - 2, and the fused state of n - 1,
+    which waits for the next token: `propose` is given it.
+
+    A row has no proposal in the first step after a crop by `past.KEPT` tokens or more, after tokens were hidden in its
+    middle, and after embeddings came instead of ids; what was missed stays a hole in what its queries see.
+
+    Args:
+        head: an `Eagle3Head`; it is moved to the model's device and dtype.
+        model: the target that it was made for.
+        window: positions that a draft's query sees; None: the length that the head's config names, `LONGEST` at most.
+        name: what a report calls it.
+    """
+
+    always = True
+
+    def __init__(self, head: Eagle3Head, model: Any, window: int | None = None, name: str = "eagle3") -> None:
+        if window is not None and window < 1:
+            raise DrafterError(f"Eagle3Drafter needs a window of at least 1 position, not {window}.")
+        weight = model.get_input_embeddings().weight
+        self.head, self.model, self.name = head.to(device=weight.device, dtype=weight.dtype), model, name
+        self.taps = head.config.taps
+        self.window = window or min(head.config.max_position_embeddings, LONGEST)
+        self.past: Past | None = None
+        self.tapped: torch.Tensor | None = None  # [taps, B, TAIL, Ht], of the last decode step
+        self._uncommitted = -1  # first column of `tapped` that is not observed yet; -1: none can be
+        self._wrote = False  # `propose` has written the keys and values that `note` would
+        self._prompt: dict[int, torch.Tensor] = {}  # of the prompt or chunk under way, by tap
+        self._picked: _Picked | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls, source: Any, model: Any, *, taps: tuple[int, ...] | None = None, revision: str | None = None,
+        window: int | None = None,
+    ) -> "Eagle3Drafter":  # fmt: skip
+        """A head's files, in any public layout, as a drafter for `model`.
+
+        Args:
+            source: a folder, or a repository's id on the hub. revision: its branch, tag or commit.
+            taps: layers whose input is read, instead of those that the head's config means.
+            window: as the class has it.
+
+        Raises:
+            DrafterError: no such head, one that contradicts itself, or one that was made for another model.
+        """
+        model = supported.plain_model(model)
+        folder = files.find(source, revision)
+        config, tensors = checkpoint.parse(*files.read(folder), supported.text_config(model), taps)
+        name = (
+            source if isinstance(source, str) and folder.name != str(source).rstrip("/").split("/")[-1] else folder.name
+        )
+        return cls(checkpoint.build(config, tensors), model, window, f"eagle3 ({name})")
+
+    def check(self, model: Any) -> None:
+        if model is not self.model:
+            raise DrafterError("This Eagle3Drafter was made for another model: make one with this model.")
+        hooks.places(model, self.taps)
+
+    @property
+    def nbytes(self) -> int:
+        parts = [*self.head.parameters(), *([] if self.tapped is None else [self.tapped])]
+        return sum(part.nbytes for part in parts) + (self.past.nbytes if self.past is not None else 0)
+
+    def _room(self, rows: int) -> tuple[Past, torch.Tensor]:
+        """Buffers for so many rows: the same ones while their number is."""
+        config, weight = self.head.config, self.head.fc.weight
+        if self.past is None or len(self.past) != rows:
+            self.past = Past(rows, config, self.window, weight.dtype, weight.device)
+        if self.tapped is None or self.tapped.shape[1] != rows:
+            self.tapped = weight.new_zeros((len(self.taps), rows, TAIL, config.target_hidden_size))
+        return self.past, self.tapped
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        own = self.head.config.own_embeddings
+        return self.head.embed(tokens, None if own else self.model.get_input_embeddings().weight)
+
+    def _logits(self, output: torch.Tensor) -> torch.Tensor:
+        own = self.head.config.own_lm_head
+        return self.head.logits(output, None if own else self.model.get_output_embeddings().weight)
+
+    # -- a forward ------------------------------------------------------------------------------------------------
+
+    def tap(self, layer: int, hidden: torch.Tensor, step: "Step") -> None:
+        rows, count = hidden.shape[:2]
+        past, tapped = self._room(rows)
+        if step.mode != "prefill":
+            tapped[self.taps.index(layer), :, :count].copy_(hidden)
+            return
+        if layer == self.taps[0]:
+            self._uncommitted, self._picked = -1, _Picked.of(step.valid, rows, count, past.ring)
+        picked = self._picked
+        self._prompt[layer] = hidden if picked is None else picked.take(hidden)
+
+    def propose(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int) -> Draft:
+        past, head = self._room(len(tokens))[0], self.head
+        token, position = tokens[:, None], lengths[:, None] - 1
+        state, known = past.state(lengths - 1)
+        hidden, drafts = state[:, None], []
+        past.forget_chain()
+        for step in range(count):
+            query, keys, values, residual = head.project(self._embed(token), hidden, position + step)
+            if step == 0:
+                past.write(keys, values, position, torch.ones_like(position, dtype=torch.bool))
+            else:
+                past.chain(keys, values, position + step, step - 1)
+            output = head.finish(past.attend(query, position + step), residual)
+            token, hidden = head.target_ids(self._logits(output).argmax(-1)), head.state(output)
+            drafts.append(token)
+        past.mark(position, known[:, None])
+        self._wrote = True
+        return Draft(torch.cat(drafts, 1), known)
+
+    def observe(self, tokens: torch.Tensor | None, starts: torch.Tensor, valid: torch.Tensor | None) -> None:
+        past, tapped = self._room(len(starts))
+        prompt, picked = dict(self._prompt), self._picked
+        self._prompt.clear()
+        self._picked = None
+        weight = self.head.fc.weight
+        if tokens is not None and len(prompt) == len(self.taps):
+            hidden, real = [prompt[layer].to(weight) for layer in self.taps], None
+            if picked is not None:
+                tokens, starts, real = picked.take(tokens), starts + picked.skipped.to(starts.device), picked.real
+                real = real.to(weight.device, non_blocking=True)
+            self._extend(tokens, self.head.fuse(hidden), starts, real)
+        elif tokens is not None and self._uncommitted >= 0:
+            stop = self._uncommitted + tokens.shape[1]
+            fused = self.head.fuse(list(tapped[:, :, self._uncommitted : stop]))
+            self._extend(tokens, fused, starts, None if valid is None else valid.to(weight.device))
+            self._uncommitted = stop
+        else:
+            past.crop(starts)  # what stands there now is not known
+
+    def hold(self, lengths: torch.Tensor, count: int) -> list[torch.Tensor] | None:
+        past, tapped = self._room(len(lengths))
+        self._prompt.clear()  # of a turn that was interrupted
+        self._uncommitted, self._wrote = -1, False
+        return [*past.tensors, tapped]
+
+    def note(self, tokens: torch.Tensor, starts: torch.Tensor) -> None:
+        assert self.tapped is not None
+        wrote, self._wrote = self._wrote and tokens.shape[1] == 1, False
+        self._extend(tokens, self.head.fuse(list(self.tapped[:, :, : tokens.shape[1]])), starts, None, wrote)
+
+    def noted(self, count: int) -> None:
+        self._uncommitted = count
+
+    def _extend(
+        self, tokens: torch.Tensor, fused: torch.Tensor, starts: torch.Tensor, real: torch.Tensor | None,
+        wrote: bool = False,
+    ) -> None:  # fmt: skip
+        """Tokens `[B, q]` and the fused states of their positions `[B, q, H]`, the first at `starts` `[B]`, those where
+        `real` `[B, q]`. wrote: the keys and values of the position before them are there."""
+        past = self.past
+        assert past is not None
+        positions = starts[:, None] + torch.arange(tokens.shape[1], device=starts.device)
+        if not wrote:
+            state, known = past.state(starts - 1)
+            hidden = torch.cat((state[:, None], fused[:, :-1]), 1)
+            _, keys, values, _ = self.head.project(self._embed(tokens), hidden, positions - 1)
+            known = torch.cat((known[:, None], torch.ones_like(positions[:, 1:], dtype=torch.bool)), 1)
+            past.write(keys, values, positions - 1, known, real)
+        past.remember(fused, positions, real)
+
+    # -- what a cache does ----------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._prompt.clear()
+        self._uncommitted, self._picked = -1, None
+
+    def crop(self, lengths: list[int]) -> None:
+        self._forget()
+        if self.past is not None:
+            self.past.crop(torch.tensor(lengths))
+
+    def hide(self, row: int, first: int, stays: torch.Tensor) -> None:
+        """What stays behind `first` moves up, and its states with it would be those of another text: they go."""
+        self._forget()
+        if self.past is not None and not bool(stays.all()):
+            lengths = torch.full((len(self.past),), torch.iinfo(torch.int64).max)
+            lengths[row] = first
+            self.past.crop(lengths)
+
+    def select_rows(self, index: list[int]) -> None:
+        self._forget()
+        if self.past is not None:
+            self.past.select(index)
+
+    def reset(self) -> None:
+        self._forget()
+        if self.past is not None:
+            self.past.clear()
+
+    def fork(self) -> "Eagle3Drafter":
+        other = Eagle3Drafter(self.head, self.model, self.window, self.name)
+        other.past = None if self.past is None else self.past.fork()
+        return other
+
+
+class _Picked:
+    """Which columns of a prompt are looked at: its real ones, the last of them where they are many.
+
+    Attributes:
+        index: `[B, w]` columns, real ones first. real: `[B, w]` bool. skipped: `[B]` real ones before them; all on the
+            host.
+    """
+
+    def __init__(self, valid: torch.Tensor, most: int) -> None:
+        width, number = min(valid.shape[1], most), valid.sum(1)
+        order = (~valid).to(torch.int8).argsort(dim=1, stable=True)
+        self.skipped = (number - width).clamp(min=0)
+        at = torch.arange(width)
+        self.index = order.gather(1, self.skipped[:, None] + at)
+        self.real = at < (number - self.skipped)[:, None]
+
+    @classmethod
+    def of(cls, valid: torch.Tensor | None, rows: int, count: int, most: int) -> "_Picked | None":
+        """None: all of them. valid: `[B, q]` bool on the host, None for all."""
+        if valid is None and count <= most:
+            return None
+        return cls(torch.ones((rows, count), dtype=torch.bool) if valid is None else valid, most)
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Those columns of `[B, q]` or `[B, q, H]`."""
+        index = self.index.to(x.device, non_blocking=True)
+        return x.gather(1, index if x.ndim == 2 else index[..., None].expand(-1, -1, x.shape[2]))

@@ -1,0 +1,50 @@
+"""Heads that are known for a model: what `drafter=None` tries before n-gram matches.
+
+`heads.json` lists them: a target's id on the hub, or the last part of its path, to a head's id, or to a folder beside
+that file, written "./heads/NAME". Heads that travel with the package belong there.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+from .base import DrafterError
+from .eagle3 import Eagle3Drafter
+
+TABLE = Path(__file__).with_name("heads.json")
+
+_loaded: "weakref.WeakKeyDictionary[Any, tuple[Any, ...]]" = weakref.WeakKeyDictionary()
+
+
+def known_head(model: Any) -> Eagle3Drafter | None:
+    """A new drafter with the head that the table names for a model, None where it names none. A head is read once a
+    model, for all caches; one that can't be had is warned of once."""
+    name = getattr(model.config, "_name_or_path", "") or ""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    source = table.get(name) or table.get(Path(name).name)
+    if source is None:
+        return None
+    weight = model.get_input_embeddings().weight
+    where = source, weight.device, weight.dtype
+    have = _loaded.get(model)
+    if have is None or have[:3] != where:
+        have = _loaded[model] = (*where, *_load(source, model))
+    head, label = have[3:]
+    return None if head is None else Eagle3Drafter(head, model, name=label)
+
+
+def _load(source: str, model: Any) -> tuple[Any, str]:
+    try:
+        drafter = Eagle3Drafter.from_pretrained(TABLE.parent / source if source.startswith("./") else source, model)
+    except DrafterError as error:
+        warnings.warn(
+            f"The EAGLE-3 head {source!r} that is known for this model is not used, n-gram matches draft instead "
+            f"(drafter='prompt_lookup' says so beforehand): {error}",
+            stacklevel=2,
+        )
+        return None, ""
+    return drafter.head, drafter.name
