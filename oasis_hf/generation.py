@@ -100,6 +100,8 @@ def _decode(
         while not text.done.all():
             chain, kept = verified(model, cache, choose, text, full) if full else _round(model, cache, choose, text)
             _tell(chain, kept, streamer)
+            cache.stepper.passes += int((kept > 0).sum())
+            cache.stepper.passed += int(kept.sum())
         # The last token of all is not in the cache, as in transformers' loop; that of a row that ended sooner is.
         sooner = text.lengths < text.lengths.max()
         if sooner.any():

@@ -112,6 +112,8 @@ class Report:
         held = f"{len(rows)} rows of {max(rows, default=0):,} tokens at most" if rows else "empty"
         line = f"OasisCache, {held}; {state.slots} slots a KV head, cap {state.cap} blocks a step; lookahead "
         line += f"{state.config.lookahead} by drafter {self.drafter.name}; {stepper.forwards:,} forwards"
+        if stepper.passes:
+            line += f", {stepper.passed / stepper.passes:.2f} tokens a verified row"
         return line + (f", {stepper.skipped:,} skipped by accepted drafts" if stepper.skipped else "")
 
     def watch(self, layer: int = 0) -> None:

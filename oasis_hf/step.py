@@ -44,7 +44,8 @@ class Stepper:
         recording: None; "armed" after `activate_past_recording` (the next forward is the prompt's); "on" (a
             several-token forward is the caller's own verification).
         forced: mode set by `cache.mode(...)`, or None.
-        skipped: forwards saved by memoised acceptance.
+        skipped: forwards saved by memoised acceptance. passes, passed: how often a row of `oasis_hf.generate` was
+            verified, and how many tokens it got of that, a pass's own included.
         ends, pad: ids that end a row and that it is fed after its end, as the running generate call has them.
     """
 
@@ -58,7 +59,7 @@ class Stepper:
         self.ended: torch.Tensor | None = None
         self.ends: tuple[int, ...] = ()
         self.pad: int | None = None
-        self.skipped = self.forwards = 0
+        self.skipped = self.forwards = self.passes = self.passed = 0
         self._pairs: dict[int, tuple[list[list[float]], torch.Tensor]] = {}
         self.warned = False
         self.reach = Reach(cache.model, supported.text_config(cache.model))

@@ -52,6 +52,8 @@ def test_greedy_tokens_are_those_of_a_dense_cache(inputs, drafts, drafter):
         assert count_forwards(cache) <= 2 + -(-39 // (drafts + 1)) + drafts
     if drafter is Sometimes:
         assert count_forwards(cache) < 38
+    assert cache.stepper.passed == 39 * len(want) and cache.stepper.passes <= (cache.stepper.forwards - 1) * len(want)
+    assert f"{cache.stepper.passed / cache.stepper.passes:.2f} tokens a verified row" in cache.report()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "phi3"])
