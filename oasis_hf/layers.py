@@ -191,7 +191,8 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
         if self._append_fused(keys, values, lengths, age):
             return
         slot, wasted = self.working_set.append_from_tail(entry, lengths, age, opens)
-        self.store.append(self.index, lengths, keys, values)
+        some = self.state.need_rows().taking is not None
+        self.store.append(self.index, lengths, keys, values, some)
         if opens:
             self.counters.add("wasted", wasted.sum(0))
         if any(n % BLOCK == BLOCK - 1 for n in tokens):

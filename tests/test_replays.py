@@ -57,7 +57,8 @@ def replays(monkeypatch, fake_cuda):  # noqa: F811
             return append(self, entry, lengths, tokens, age)
         own = self.working_set
         slot, wasted = own.append_from_tail(entry, lengths, age, True)
-        self.store.append(self.index, lengths, own.keys[:, :, entry], own.values[:, :, entry])
+        some = self.state.need_rows().taking is not None
+        self.store.append(self.index, lengths, own.keys[:, :, entry], own.values[:, :, entry], some)
         self.counters.add("wasted", wasted.sum(0))
         closing = (lengths >= 0) & ((lengths + 1) % BLOCK == 0)
         self.summaries.close(own.slot_keys(slot), lengths // BLOCK, closing)

@@ -145,7 +145,9 @@ class Stores(RuleBasedStateMachine):
         lengths = torch.tensor([n if takes else -1 for n, takes in zip(branch.lengths(), taking)])
         for store in branch.stores:
             for layer in range(LAYERS):
-                store.append(layer, lengths, keys[layer].transpose(0, 1), values[layer].transpose(0, 1))
+                store.append(
+                    layer, lengths, keys[layer].transpose(0, 1), values[layer].transpose(0, 1), not all(taking)
+                )
         for row, token, takes in zip(branch.rows, ids, taking):
             row += [token] if takes else []
 

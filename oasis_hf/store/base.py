@@ -41,8 +41,11 @@ class BlockStore(ABC):
         return None
 
     @abstractmethod
-    def append(self, layer: int, lengths: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """One token a row at `lengths` `[B]` (on the device), none where negative. keys, values: `[B, H, D]`."""
+    def append(
+        self, layer: int, lengths: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, some: bool = False
+    ) -> None:  # fmt: skip
+        """One token a row at `lengths` `[B]` (on the device). keys, values: `[B, H, D]`. some: there may be rows that
+        take none, whose length is negative."""
 
     @abstractmethod
     def read(self, layer: int, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -157,11 +157,14 @@ class HostStore(BlockStore):
         if self._outbound is not None:
             self._outbound.join()
 
-    def append(self, layer: int, lengths: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def append(
+        self, layer: int, lengths: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, some: bool = False
+    ) -> None:  # fmt: skip
         self._settle()
         pages, table = self.pool.pages, self.table[layer]
         lengths = lengths.to(table.device)
-        if (takes := lengths >= 0).logical_not().any():
+        if some:
+            takes = lengths >= 0
             lengths, table = lengths[takes], table[takes]
             keys, values = (x.to(table.device)[takes] for x in (keys, values))
         block = (lengths // BLOCK)[:, None, None].expand(-1, table.shape[1], 1)

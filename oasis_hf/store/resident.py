@@ -40,8 +40,12 @@ class ResidentStore(BlockStore):
         both = torch.stack((keys, values), 2).to(self.blocks.dtype)
         self._tokens(layer, row)[:, position // BLOCK, :, position % BLOCK] = both.transpose(0, 1)
 
-    def append(self, layer: int, lengths: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        rows = (lengths >= 0).nonzero().squeeze(1)
+    def append(
+        self, layer: int, lengths: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, some: bool = False
+    ) -> None:  # fmt: skip
+        rows = torch.arange(len(lengths), device=lengths.device)
+        if some:
+            rows = rows[lengths >= 0]
         both = torch.stack((keys, values), 2).to(self.blocks.dtype)[rows]  # [n, H, 2, D]
         self.blocks[layer][rows, :, lengths[rows] // BLOCK, :, lengths[rows] % BLOCK] = both
 
