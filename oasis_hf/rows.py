@@ -31,6 +31,7 @@ class Rows:
         self.tokens = [0] * batch
         self.takes = [True] * batch
         self.taking: torch.Tensor | None = None
+        self._pace: torch.Tensor | None = None  # `taking`, the same tensor whenever it is there
         self._device: dict[torch.device, torch.Tensor] = {}
         self._columns: dict[torch.device, torch.Tensor] = {}
 
@@ -58,26 +59,28 @@ class Rows:
             self._columns[device] = torch.tensor(self.columns, device=device)
         return self._columns[device]
 
-    def _forget_device(self) -> None:
-        self._device.clear()
-        self._columns.clear()
-
     def resync(self) -> None:
-        """The device's lengths are made anew from the host's."""
-        self._forget_device()
+        """The devices are told what the host knows; in the same tensors while the rows are as many, since captured
+        steps know them by their addresses."""
+        tokens = torch.tensor(self.tokens, dtype=torch.int64)
+        self._device = {at: known.copy_(tokens) for at, known in self._device.items() if len(known) == len(tokens)}
+        for columns in self._columns.values():
+            columns.fill_(self.columns)
 
     def extend(self, valid: torch.Tensor) -> None:
         """New columns. valid: `[B, q]` bool on the host."""
         self._set_valid(torch.cat((self.valid, valid), 1))
         self.tokens = [n + new for n, new in zip(self.tokens, valid.sum(1).tolist())]
-        self._forget_device()
+        self.resync()
 
     @contextlib.contextmanager
     def pacing(self, device: torch.device) -> Iterator[None]:
         """Inside, steps may leave rows out, and rows may take several tokens each of their own number. The columns
         that come are then packed: every row's real ones first."""
         first, before = self.columns, list(self.tokens)
-        self.taking = torch.ones(len(self), dtype=torch.bool, device=device)
+        if self._pace is None or self._pace.shape != (len(self),) or self._pace.device != device:
+            self._pace = torch.ones(len(self), dtype=torch.bool, device=device)
+        self.taking = self._pace.fill_(True)
         try:
             yield
         finally:
@@ -85,7 +88,7 @@ class Rows:
             new = [n - old for n, old in zip(self.tokens, before)]
             packed = torch.arange(max(new)) < torch.tensor(new)[:, None]
             self._set_valid(torch.cat((self.valid[:, :first], packed), 1))
-            self._columns.clear()
+            self.resync()
 
     def leave_out(self, takes: torch.Tensor) -> None:
         """From here on only rows where `takes` `[B]` (on the device) take tokens; in `pacing`."""
@@ -138,7 +141,7 @@ class Rows:
         self.tokens = valid.sum(1).tolist()
         if len(self.takes) != len(self.tokens):
             self.takes = [True] * len(self.tokens)
-        self._forget_device()
+        self.resync()
 
     def select(self, index: list[int]) -> None:
         self._set(self.valid[index])

@@ -122,3 +122,20 @@ def test_rows_at_their_own_pace_are_packed_at_the_end(data):
     new = [n - old for n, old in zip(want, first.sum(1).tolist())]
     assert rows.columns == 2 + max(new) and rows.columns_on(CPU) == rows.columns
     assert [row.tolist() for row in rows.valid[:, 2:]] == [[True] * n + [False] * (max(new) - n) for n in new]
+
+
+def test_the_device_is_told_in_the_same_tensors():
+    rows = rows_of("011", "111")
+    lengths, columns = rows.lengths(CPU), rows.columns_on(CPU)
+    rows.extend(torch.tensor([[True, True], [True, False]]))
+    rows.shorten(rows.valid[:, :-1])
+    with rows.pacing(CPU):
+        taking = rows.taking
+        rows.advance_by([2, 0], torch.tensor([2, 0]))
+    rows.resync()
+    assert rows.lengths(CPU) is lengths and lengths.tolist() == rows.tokens == [5, 4]
+    assert rows.columns_on(CPU) is columns and columns == rows.columns == 6
+    with rows.pacing(CPU):
+        assert rows.taking is taking
+    rows.select([0, 1, 1])
+    assert rows.lengths(CPU) is not lengths and rows.lengths(CPU).tolist() == [5, 4, 4]
