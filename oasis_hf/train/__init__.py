@@ -1,1 +1,1 @@
-"""Training of EAGLE-3 heads."""
+"""Training of EAGLE-3 heads: `oasis-hf train-drafter`."""

@@ -1,144 +1,184 @@
-"""Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): a head runs over whole texts as it will when it drafts.
-
-Row t of a text is made of the target's hidden states of position t and the token behind it. In step k of the unroll it
-stands where the k-th token of its chain would: its token is the text's own, its hidden input what the row gave in the
-step before, and it sees, as the drafter does, the rows up to t as the target's states made them and of its own chain
-the steps so far, within the window.
-"""
+"""The training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2): a head drafts several steps ahead from its own
+outputs, at many positions of packed texts at once, and each step has its loss."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..drafters.eagle3.head import Eagle3Head
-
-DECAY = 0.8
-"""What a step's loss counts of the one before it, as in every public recipe."""
-
-IGNORED = -1
-"""Stands in `texts` for padding."""
+from .attention import Attend, Reach, chosen, flex, merge, prepare
 
 
-def unroll(
-    head: Eagle3Head, embeddings: torch.Tensor | None, tokens: torch.Tensor, fused: torch.Tensor, texts: torch.Tensor,
-    steps: int, window: int, attend: Callable[..., torch.Tensor] | None = None,
-) -> list[torch.Tensor]:  # fmt: skip
-    """The head's outputs in `steps` steps.
+@dataclass
+class Batch:
+    """Texts packed one behind the other: N positions, of which R are learned from.
+
+    Attributes:
+        ids: `[N]`. positions: `[N]` in their own text. starts: `[N]` where their text starts in the pack.
+        rows: `[R]` ascending, the positions t whose token t + 2 is guessed first. last: `[R]` the last position of
+            their text. real: `[R]` bool, False for rows that only fill up.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    starts: torch.Tensor
+    rows: torch.Tensor
+    last: torch.Tensor
+    real: torch.Tensor
+
+    def to(self, device: torch.device | str) -> "Batch":
+        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()})
+
+
+@dataclass
+class Teacher:
+    """What the target says of a batch.
+
+    Attributes:
+        taps: `[N, taps * Ht]`. best: `[N]` its most likely next token, as an id of the draft vocabulary, -1 for none.
+        logits: `[N, Vd]`, of the draft vocabulary.
+    """
+
+    taps: torch.Tensor
+    best: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass
+class Unrolled:
+    """loss: weighted sum over steps. losses, right: `[K]`, means over a step's rows, detached. tau: tokens a target
+    pass that a chain of K drafts at these rows would give. count: rows of the first step."""
+
+    loss: torch.Tensor
+    losses: torch.Tensor
+    right: torch.Tensor
+    tau: torch.Tensor
+    count: torch.Tensor
+
+
+class Unroll:
+    """Runs a head over batches. compile: fuse its pieces on CUDA.
 
     Args:
-        embeddings: the target's `[V, H]`, where the head has none.
-        tokens: `[B, T]` ids. fused: `[B, T, H]`, of the target's states of each.
-        texts: `[B, T]`, which text a token belongs to; several may stand in a row, one behind the other.
-        window: positions that a row sees, itself included.
-        attend: `attention` or something equal to it.
-
-    Returns:
-        outputs `[B, T, H]` of each step k, before the final norm: of row t, the guess of token t + 2 + k. What looks
-        beyond its text is for the caller to leave out (`counts`).
+        embeddings: the target's, `[V, H]`, frozen.
+        window: positions that a draft at position p sees: p - window + 1 to p.
     """
-    attend = attend or attention
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    hidden, keys, values, outputs = fused, [], [], []
-    for step in range(steps):
-        ahead = F.pad(tokens[:, 1 + step :], (0, 1 + step))
-        query, key, value, residual = head.project(head.embed(ahead, embeddings), hidden, positions + step)
-        keys.append(key)
-        values.append(value)
-        attended = attend(query, torch.cat(keys, 1), torch.cat(values, 1), texts, step, window)
-        output = head.finish(attended.flatten(2), residual)
-        outputs.append(output)
-        hidden = head.state(output)
-    return outputs
+
+    def __init__(
+        self, head: Eagle3Head, embeddings: torch.Tensor, window: int, steps: int, decay: float,
+        attend: Attend | None = None, compile: bool | None = None,
+    ) -> None:  # fmt: skip
+        device = head.fc.weight.device
+        self.head, self.embeddings, self.window, self.steps, self.decay = head, embeddings, window, steps, decay
+        self.attend = attend or chosen(device)
+        self.cuda = device.type == "cuda"
+        fused = self.cuda if compile is None else compile
+        self._project = _maybe_compiled(head.project, fused)
+        self._finish = _maybe_compiled(head.finish, fused)
+        self._merge = _maybe_compiled(merge, fused)
+        self._loss = _maybe_compiled(self._step_loss, fused)
+
+    def reach(self, batch: Batch, step: int) -> Reach:
+        """What a draft `step` steps behind the rows sees of the keys that are made from the target's states."""
+        low = torch.maximum(batch.starts[batch.rows], batch.rows + step - self.window + 1)
+        reach = Reach(torch.minimum(low, batch.rows), batch.rows)  # a window shorter than the chain sees the row itself
+        return prepare(reach, len(batch.ids)) if self.attend is flex else reach
+
+    def outputs(self, batch: Batch, taps: torch.Tensor) -> list[torch.Tensor]:
+        """The layer's output `[R, H]` of each step, as a drafter has it whose drafts are all right."""
+        head, outs = self.head, list[torch.Tensor]()
+        scale = head.config.head_dim**-0.5
+        tokens = self._embed(batch.ids.roll(-1))
+        query, keys, values, residual = self._project(tokens, head.fuse(_parts(taps, head)), batch.positions)
+        query, residual = query[batch.rows], residual[batch.rows]
+        own_keys: list[torch.Tensor] = []
+        own_values: list[torch.Tensor] = []
+        for step in range(self.steps):
+            if step:
+                token = self._embed(batch.ids[self._at(batch, step + 1)])
+                position = batch.positions[batch.rows] + step
+                query, own_key, own_value, residual = self._project(token, head.state(outs[-1]), position)
+                own_keys.append(own_key)
+                own_values.append(own_value)
+            attended, total = self.attend(query, keys, values, self.reach(batch, step), scale)
+            if step:
+                attended = self._merge(query, attended, total, own_keys, own_values, scale)
+            outs.append(self._finish(attended.flatten(1), residual))
+        return outs
+
+    def __call__(self, batch: Batch, teacher: Teacher) -> Unrolled:
+        losses, right, counts = [], [], []
+        alive = torch.ones_like(batch.real, dtype=torch.float32)
+        tau = alive
+        for step, out in enumerate(self.outputs(batch, teacher.taps)):
+            at = self._at(batch, step + 1)
+            valid = batch.real & (batch.rows + step + 2 <= batch.last)
+            best = teacher.best[at]
+            loss, hit = self._loss(out, teacher.logits[at], best, valid)
+            count = valid.sum()
+            losses.append(loss)
+            right.append((hit & valid).sum() / count.clamp(min=1))
+            counts.append(count)
+            alive = alive * hit
+            tau = tau + alive
+        loss = sum((self.decay**k * value for k, value in enumerate(losses)), start=torch.zeros_like(losses[0]))
+        whole = batch.real & (batch.rows + self.steps + 1 <= batch.last)
+        mean = (tau * whole).sum() / whole.sum().clamp(min=1)
+        return Unrolled(loss, torch.stack(losses).detach(), torch.stack(right), mean, counts[0])
+
+    def _step_loss(
+        self, out: torch.Tensor, logits: torch.Tensor, best: torch.Tensor, valid: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cross-entropy against the target's distribution over the draft vocabulary, where its most likely token is
+        among that; and where the head's own most likely token is the target's, `[R]` bool."""
+        guess = self.head.logits(out).float()
+        share = logits.float().softmax(-1)
+        each = guess.logsumexp(-1) - (share * guess).sum(-1)
+        counted = valid & (best >= 0)
+        loss = torch.where(counted, each, 0.0).sum() / counted.sum().clamp(min=1)
+        return loss, guess.detach().argmax(-1) == best
+
+    def _at(self, batch: Batch, ahead: int) -> torch.Tensor:
+        """Where the tokens `ahead` of the rows stand; of what lies behind a text, its last."""
+        return torch.minimum(batch.rows + ahead, batch.last)
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.embeddings)
 
 
-def counts(texts: torch.Tensor, answers: torch.Tensor, step: int) -> torch.Tensor:
-    """`[B, T]` bool: rows whose guess in a step is of a token of their own text that `answers` `[B, T]` marks."""
-    ahead = 2 + step
-    same = F.pad(texts[:, ahead:], (0, ahead), value=IGNORED) == texts
-    return same & (texts != IGNORED) & F.pad(answers[:, ahead:], (0, ahead), value=False)
+def autocast(device: torch.device) -> Any:
+    """bfloat16 products on CUDA; weights and sums stay in float32."""
+    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def visible(step: int, window: int, length: int, texts: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """The mask of `attention` as a function of a place `(batch, head, query, key)`. Keys are those of step 0, then of
-    step 1, ...; a row sees step 0 up to itself, as far as the window of its place goes, and its own of later steps."""
-
-    def mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        of_step, row = key // length, key % length
-        same = texts[batch, query] == texts[batch, row]
-        first = (of_step == 0) & (row <= query) & (row > query + step - window) & same
-        return first | ((of_step > 0) & (row == query) & (of_step > step - window))
-
-    return mask
+def _parts(taps: torch.Tensor, head: Eagle3Head) -> list[torch.Tensor]:
+    if not torch.is_autocast_enabled(taps.device.type):
+        taps = taps.to(head.fc.weight.dtype)
+    return list(taps.chunk(len(head.config.taps), -1))
 
 
-def attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, texts: torch.Tensor, step: int, window: int
-) -> torch.Tensor:
-    """The specification, in plain PyTorch. query `[B, T, heads, D]`, keys and values
-    `[B, (step + 1) * T, KV heads, D]`. Returns `[B, T, heads, D]`."""
-    length = query.shape[1]
-    at = torch.arange(length, device=query.device)
-    mask = visible(step, window, length, texts)(
-        torch.arange(len(query), device=query.device)[:, None, None], 0, at[:, None],
-        torch.arange(keys.shape[1], device=query.device),
-    )  # fmt: skip
-    blind = ~mask.any(-1, keepdim=True)  # none where the window is no shorter than the chain; it sees itself: no nan
-    mask = mask | (blind & (torch.arange(keys.shape[1], device=query.device) == at[:, None]))
-    out = F.scaled_dot_product_attention(
-        query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask[:, None], enable_gqa=True
-    )
-    return out.transpose(1, 2)
+def _maybe_compiled(function: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
+    """Compiled, or as it is where that does not work here."""
+    if not wanted:
+        return function
+    compiled = torch.compile(function, dynamic=False)
+    working = [compiled]
 
+    def call(*args: Any) -> Any:
+        try:
+            return working[0](*args)
+        except torch._dynamo.exc.TorchDynamoException as error:  # type: ignore[attr-defined]
+            if working[0] is function:
+                raise
+            warnings.warn(f"{getattr(function, '__name__', 'a piece')} runs uncompiled: {error}", stacklevel=2)
+            working[0] = function
+            return function(*args)
 
-def flex_attention() -> Callable[..., torch.Tensor]:
-    """`attention` by compiled FlexAttention: blocks that no row of theirs sees are skipped, so a later step costs
-    hardly more than the first. CUDA."""
-    from torch.nn.attention import flex_attention as flex
-
-    kernel = torch.compile(flex.flex_attention, dynamic=False)
-
-    @functools.cache
-    def plan(key: tuple[int, int, int, int]) -> list[Any]:
-        return []
-
-    def attend(
-        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, texts: torch.Tensor, step: int, window: int
-    ) -> torch.Tensor:
-        length = query.shape[1]
-        # One plan a step and batch: all layers of a step ask for the same, and so does the backward pass.
-        held = plan((step, window, length, len(query)))
-        if not held or held[0] is not texts:
-            mask = visible(step, window, length, texts)
-            held[:] = [texts, flex.create_block_mask(mask, len(query), None, length, keys.shape[1], query.device)]
-        out = kernel(
-            query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), block_mask=held[1], enable_gqa=True
-        )
-        return out.transpose(1, 2)
-
-    return attend
-
-
-def loss(
-    logits: torch.Tensor, teacher: torch.Tensor, best: torch.Tensor, counted: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step's loss and accuracy.
-
-    Args:
-        logits: `[n, Vd]` of the head. teacher: `[n, Vd]` logits of the target there, of the draft vocabulary's tokens.
-        best: `[n]`, the target's first choice as an id of the draft vocabulary, -1 where that does not hold it.
-        counted: `[n]` bool.
-
-    Returns:
-        cross entropy against the target's softmax over the draft vocabulary, mean over counted rows whose first choice
-        the draft vocabulary holds; and how many of the counted rows have that choice on top.
-    """
-    learned = counted & (best >= 0)
-    each = -(teacher.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
-    mean = (each * learned).sum() / learned.sum().clamp(min=1)
-    right = ((logits.argmax(-1) == best) & counted).sum()
-    return mean, right
+    return call
