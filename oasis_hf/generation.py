@@ -69,8 +69,15 @@ def generate(
             "model.generate."
         )
     windows = len(cache.sparse_layers) < len(cache.layers)
-    if not full and (windows or cache.stepper.reach.own):
-        why = "keeps rows at one length" if windows else "places its own tokens"
+    reach = cache.stepper.reach
+    scales = reach.dynamic or reach.longrope
+    if full and (reach.own or scales):
+        raise ValueError(
+            f"oasis_hf.generate(verify='full') does not take {type(model).__name__}, whose positions depend on how far "
+            "the text goes or are its own: use a dense cache where nothing may be lost."
+        )
+    if not full and (windows or reach.own or scales):
+        why = "keeps rows at one length" if windows or scales else "places its own tokens"
         logger.warning("oasis_hf.generate runs transformers' own loop: %s %s.", type(model).__name__, why)
         return model.generate(inputs, **kwargs)
     # generate gives a loop that is not its own neither of these.
@@ -88,6 +95,11 @@ def _decode(
     """The loop that `model.generate` runs as its `custom_generate`. full: drafts a dense pass verifies, or 0."""
     cache: OasisCache = next(model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None)
     _refuse(generation_config, model_kwargs, synced_gpus)
+    if full and len(input_ids) > 1 and len(cache.sparse_layers) < len(cache.layers):
+        raise ValueError(
+            "oasis_hf.generate(verify='full') takes one row at a time where a model has sliding-window layers, which "
+            f"keep all rows at one length; {len(input_ids)} were given."
+        )
     choose = Choice(logits_processor, generation_config.do_sample)
     pad = generation_config._pad_token_tensor
     text = Text(input_ids, stopping_criteria, 0 if pad is None else int(pad))

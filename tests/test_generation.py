@@ -367,6 +367,12 @@ def test_full_verification_with_windows_of_one_row(family):
     assert torch.equal(got, want)
 
 
+def test_full_verification_of_rows_with_windows_is_refused():
+    model = tiny("gemma3")
+    with pytest.raises(ValueError, match="takes one row at a time"):
+        oasis_hf.generate(model, **INPUTS["padded"](), past_key_values=OasisCache(model), verify="full")
+
+
 def test_what_verify_may_be():
     model, inputs = tiny("llama"), INPUTS["one"]()
     for wrong in ({"verify": "dense"}, {"verify": "full", "full_drafts": 0}, {"full_drafts": 1.5}):
