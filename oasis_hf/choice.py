@@ -65,7 +65,8 @@ class Choice:
         scores = logits.clone()
         for rows, places, before in text.with_drafts(drafts):
             # All rows, since some processors know the batch; those of another length are not looked at.
-            processed = self.processors(before, logits[torch.arange(len(logits)), places.clamp(0, drafts.shape[1])])
+            all_rows = torch.arange(len(logits), device=logits.device)
+            processed = self.processors(before, logits[all_rows, places.clamp(0, drafts.shape[1])])
             scores[rows, places[rows]] = processed[rows]
         return scores
 

@@ -11,7 +11,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from .attach import CACHE_NAMES, cache_name
 from .choice import Choice
-from .lossless import dense, verified
+from .lossless import dense, forward, verified
 from .text import Text
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def generate(
 
     Raises:
         ValueError: the cache is no `OasisCache`, or was not made with `speculate=True`; `verify` or `full_drafts` is
-            not allowed; beams or scores, logits, attentions or hidden
-            states of each step are asked for.
+            not allowed, or "full" can't be had: several rows with sliding-window layers, RoPE that scales by the
+            furthest position; beams or scores, logits, attentions or hidden states of each step are asked for.
     """
     from .cache import OasisCache
 
@@ -146,11 +146,7 @@ def _round(model: Any, cache: "OasisCache", choose: Choice, text: Text) -> tuple
 def _step(model: Any, cache: "OasisCache", text: Text) -> tuple[torch.Tensor, torch.Tensor]:
     """A forward over every row's last token and its drafts. Returns logits `[B, 1 + k, V]` and the drafts `[B, k]`."""
     device = text.ids.device
-    positions = cache.state.need_rows().lengths(device)[:, None].clone()
-    out = model(
-        input_ids=text.last()[:, None], position_ids=positions, use_cache=True, return_dict=True,
-        **{cache_name(model): cache},
-    )  # fmt: skip
+    out = forward(model, cache, text.last()[:, None])
     memo, logits = cache.stepper.memo, out.logits[:, -1:].to(device, torch.float32)
     if memo is None:
         return logits, text.ids[:, :0]

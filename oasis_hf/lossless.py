@@ -41,7 +41,7 @@ def dense(model: Any, cache: "OasisCache", ids: torch.Tensor, takes: torch.Tenso
     """A forward of `ids` `[B, n]` over the full KV, for rows where `takes` `[B]`."""
     with cache.mode("prefill"):
         mask = takes[:, None].expand_as(ids).long()
-        return _forward(model, cache, ids, cache.state.need_rows().tokens, attention_mask=mask)
+        return forward(model, cache, ids, attention_mask=mask)
 
 
 def _draft(
@@ -50,7 +50,7 @@ def _draft(
     """`[B, count]` tokens decoded over the working set, and the probabilities `[B, count, V]` they were drawn from."""
     token, drafts, probabilities = text.last(), text.ids[:, :0], []
     for _ in range(count):
-        out = _forward(model, cache, token[:, None], cache.state.need_rows().tokens)
+        out = forward(model, cache, token[:, None])
         logits = out.logits[:, -1].to(token.device, torch.float32)
         cache.stepper.forget()  # no other verification goes on inside this one
         token, probability = choose.draw(text, drafts, logits)
@@ -59,8 +59,9 @@ def _draft(
     return drafts, torch.stack(probabilities, 1)
 
 
-def _forward(model: Any, cache: "OasisCache", ids: torch.Tensor, starts: list[int], **more: Any) -> Any:
-    first = torch.tensor(starts, device=ids.device)[:, None]
+def forward(model: Any, cache: "OasisCache", ids: torch.Tensor, **more: Any) -> Any:
+    """A forward of `ids` `[B, n]`, in each row behind what the cache holds of it."""
+    first = cache.state.need_rows().lengths(ids.device)[:, None]
     positions = first + torch.arange(ids.shape[1], device=ids.device)
     return model(
         input_ids=ids, position_ids=positions, use_cache=True, return_dict=True, **{cache_name(model): cache}, **more
