@@ -49,14 +49,16 @@ class Rows:
     def lengths(self, device: torch.device) -> torch.Tensor:
         """`[B]` int64 of `tokens` on a device; kept there, so that a decode step advances it without a copy."""
         if device not in self._device:
-            tokens = torch.tensor(self.tokens, dtype=torch.int64)
-            self._device[device] = tokens.to(device, non_blocking=True)
+            with torch.inference_mode(False):  # it outlives the call
+                tokens = torch.tensor(self.tokens, dtype=torch.int64)
+                self._device[device] = tokens.to(device, non_blocking=True)
         return self._device[device]
 
     def columns_on(self, device: torch.device) -> torch.Tensor:
         """`columns` as an int64 scalar on a device; kept and advanced as `lengths` are."""
         if device not in self._columns:
-            self._columns[device] = torch.tensor(self.columns, device=device)
+            with torch.inference_mode(False):
+                self._columns[device] = torch.tensor(self.columns, device=device)
         return self._columns[device]
 
     def resync(self) -> None:
@@ -79,7 +81,8 @@ class Rows:
         that come are then packed: every row's real ones first."""
         first, before = self.columns, list(self.tokens)
         if self._pace is None or self._pace.shape != (len(self),) or self._pace.device != device:
-            self._pace = torch.ones(len(self), dtype=torch.bool, device=device)
+            with torch.inference_mode(False):
+                self._pace = torch.ones(len(self), dtype=torch.bool, device=device)
         self.taking = self._pace.fill_(True)
         try:
             yield

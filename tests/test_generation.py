@@ -320,6 +320,20 @@ def test_the_drafter_is_told_every_token():
         assert torch.equal(cache.drafter.history[row, : real + 39], want[row, 50 - real : -1])
 
 
+@pytest.mark.parametrize("verify", ["sparse", "full"])
+def test_inside_inference_mode_and_then_outside(verify):
+    model, inputs = tiny("llama"), INPUTS["padded"]()
+    want, known = truth(model, inputs)
+    cache = OasisCache(model, speculate=True, draft_tokens=2, drafter=Sometimes(known))
+    kwargs = dict(past_key_values=cache, do_sample=False, verify=verify)
+    with torch.inference_mode():
+        first = oasis_hf.generate(model, **inputs, max_new_tokens=20, **kwargs)
+    assert torch.equal(first, want[:, :70])
+    first = first.clone()
+    mask = torch.cat((inputs["attention_mask"], torch.ones(3, 20, dtype=torch.long)), 1)
+    assert torch.equal(oasis_hf.generate(model, first, attention_mask=mask, max_new_tokens=20, **kwargs), want)
+
+
 # -- verify="full" -----------------------------------------------------------------------------------------------------
 
 
