@@ -244,6 +244,7 @@ __device__ __forceinline__ void stream(const Arguments& a, const Work& w, int sp
         const int r = i / 2 * 8 + i % 2;
         if (g == 0 && r < rows) w.stats[(split * S::WARPS + warp) * w.rows + first_row + r] = seen[i];
     }
+    copy_wait<0>();  // copies past the end write zeros to the ring, where `finish` has its factors
 }
 
 // From values to scores. A block's score is the sum over entries of factor * (value - offset): an entry is a token,

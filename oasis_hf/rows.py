@@ -58,7 +58,7 @@ class Rows:
         """`columns` as an int64 scalar on a device; kept and advanced as `lengths` are."""
         if device not in self._columns:
             with torch.inference_mode(False):
-                self._columns[device] = torch.tensor(self.columns, device=device)
+                self._columns[device] = torch.full((), self.columns, device=device)  # no copy to wait for
         return self._columns[device]
 
     def resync(self) -> None:

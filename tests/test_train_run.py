@@ -126,14 +126,16 @@ def test_the_command_makes_a_head_and_goes_on(files, tmp_path, capsys):
     assert cli.main([*call, "--out", str(out), "--steps", "5", "--stop-after", "0.00001"]) == 0
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["evaluation"] == {} and metrics["steps"] < 5
-    assert cli.main([*call, "--resume", str(out), "--steps", "5"]) == 0
+    assert cli.main(["train-drafter", "any", *knobs.split(), "--resume", str(out), "--steps", "5"]) == 0
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["steps"] == 5 and metrics["evaluation"]["short"]["tau"] >= 1
     assert metrics["settings"]["seed"] == 0 and metrics["train_response_tokens"] > 0
+    assert metrics["data"] == ["prompts.jsonl"] and "| data | prompts.jsonl |" in (out / "README.md").read_text()
     assert "Held out" in (out / "README.md").read_text()
     (out / loop.STATE).unlink()
     assert cli.main([*call, "--resume", str(out), "--out", str(more), "--steps", "2", "--drop-state"]) == 0
-    assert not (more / loop.STATE).exists() and (more / "model.safetensors").exists()
+    assert not (more / loop.STATE).exists()
+    assert (more / "model.safetensors").stat().st_mode == (more / "README.md").stat().st_mode
     seen = tmp_path / "seen"
     assert cli.main([*call, "--evaluate-only", str(more), "--samples", str(out), "--out", str(seen)]) == 0
     measured = json.loads((seen / "metrics.json").read_text())["evaluation"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import torch as safetensors
 
 from .. import supported
 from ..drafters.eagle3 import checkpoint, files
@@ -124,7 +124,8 @@ def save(head: Eagle3Head, folder: Path, model: Any) -> None:
         for name, tensor in head.state_dict().items()
     }
     unfinished = folder / "model.safetensors.part"
-    save_file(tensors, unfinished, metadata={"format": "pt"})
+    # Not by its own name for a file, which would be one that only its owner may read.
+    unfinished.write_bytes(safetensors.save(tensors, metadata={"format": "pt"}))
     unfinished.replace(folder / "model.safetensors")
 
 

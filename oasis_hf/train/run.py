@@ -46,6 +46,7 @@ def train(
     """
     source = data_folder or resume
     have = source is not None and (source / data.FILE).is_file()
+    told = _told(source) if have and source is not None else {}  # by the run that generated, before it is written over
     state = None if resume is None else loop.read_state(resume)
     if resume is not None and state is None and not (resume / "config.json").is_file():
         raise TrainError(f"There is nothing to resume in {resume}: neither {loop.STATE} nor a head.")
@@ -92,24 +93,30 @@ def train(
     target.store = None
     metrics = {
         "target": model_name or models.BUNDLED,
-        "data": [file.name for file in files],
+        "data": told.get("data") or [file.name for file in files],
         "settings": config.to_dict(),
         "steps": trainer.step,
         "positions_learned_from": trainer.tokens_seen,
         "train_samples": len(parts["train"]),
         "train_response_tokens": parts["train"].response_tokens,
         "document_tokens": len(parts["documents"].ids),
-        "generate_seconds": round(generated, 1),
+        "generate_seconds": told.get("generate_seconds", round(generated, 1)),
         "train_seconds": round(trainer.seconds, 1),
         "parameters": sum(p.numel() for p in head.parameters()),
         "evaluation": {} if trainer.done() < 1 else _final(out, model, parts, config),
         "versions": versions(target.device),
-        "history": trainer.history,
+        "history": trainer.history[:: max(1, len(trainer.history) // 50)],
     }
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
     (out / "README.md").write_text(card(metrics, head.config), encoding="utf-8")
     console.print(f"the head is in {out}")
     return metrics
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    """What an earlier run wrote of its samples; nothing where it did not come to that."""
+    file = folder / "metrics.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def measure_only(
