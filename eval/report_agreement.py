@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from cells import LOOKAHEADS, PAPER, Score
+import report_own as own
+from cells import LOOKAHEADS, PAPER, Score, lookahead_named
 from result_agreement import KNOBS, Row, default_of, find, mean
 from rich.console import Console
 from rich.table import Table
@@ -52,7 +53,10 @@ def _preface(result: Row) -> str:
         "token itself; mean over texts, layers, KV heads and steps, **without** a fetch cap. *Under the cap* it is "
         f"what the working set misses when at most {settings['fetch_ratio']:.0%} of K comes in a step. *Same*: overlap "
         "with the selection of the true next query. *Entering*: share of K that a step's selection adds to the one "
-        'before. "true draft" knows the next token: an upper bound (and what on-demand selection would choose).'
+        'before. "true draft" knows the next token: an upper bound (and what on-demand selection would choose). '
+        "*Own text, off / on*: the same documents continued by the model itself, greedily, with speculation off and on "
+        "(free-running, right drafts accepted, so that the tokens of a pass share what the pass before selected); in "
+        "the model's runs it is the text that the cache itself says, and dense is asked along it."
     )
 
 
@@ -64,15 +68,31 @@ def tables(result: Row) -> list[Lines]:
     rows = [
         [t["name"], f"{t['tokens']:,}", f"{t['lookup_found']:.1%}", f"{t['lookup_right']:.1%}"] for t in result["texts"]
     ]
-    out.append(("Texts", ["text", "tokens", "prompt lookup found", "and was right"], rows))
+    shows_own = own.there(result)
+    head = ["text", "tokens", "prompt lookup found", "and was right"]
+    if shows_own:
+        head += ["own text: found", "and was right", "tokens a pass"]
+        rows = [
+            [*row, f"{t['lookup_found']:.1%}", f"{t['lookup_right']:.1%}", f"{t['tokens_a_pass']:.2f}"]
+            for row, t in zip(rows, result["texts_own"])
+        ]
+    out.append(("Texts", head, rows))
     rows = [[str(i), _name(r), r["lookahead"], f"{r['missed']:.4f}"] for i, r in enumerate(result["ranked"], 1)]
     title = "Best int8 settings that know no future, at the paper's bytes of summaries"
-    out.append((title, ["", "score", "lookahead", "missed, mean over budgets"], rows))
+    head = ["", "score", "lookahead", "missed, mean over budgets"]
+    if shows_own:
+        head.append(own.HEAD)
+        for row, one in zip(rows, result["ranked"]):
+            knobs = Score(**{k: one[k] for k in KNOBS})
+            row.append(own.over_budgets(result, knobs, one["lookahead"], budgets))
+    out.append((title, head, rows))
     out.append(_run_table(result))
     for name, one in dict.fromkeys((("the default's score", score), ("the paper's score", PAPER))):
         head = ["lookahead", *(f"missed @{b}" for b in budgets), *(f"same @{b}" for b in budgets)]
         head += [f"entering @{budgets[-1]}", *(f"missed @{b} under the cap" for b in budgets), "fetched of K"]
         out.append((f"Lookaheads, {name}: {label(one)}", head, [_lookahead_row(result, one, n) for n in LOOKAHEADS]))
+        if shows_own:
+            out.append(own.lookaheads(result, name, one, label(one)))
     out.append(_ratio_table(result))
     for name in dict.fromkeys(("true draft", lookahead)):
         head = ["score", *(f"missed @{b}" for b in budgets), f"worst layer @{budgets[-1]}"]
@@ -82,6 +102,11 @@ def tables(result: Row) -> list[Lines]:
             ordered = [r for r in ordered if r["half_range"] in (1.0, score.half_range)]
         ordered.sort(key=lambda r: mean(r["missed"][budgets[-1]]))
         rows += [[_name(r), *_missed(r, budgets)] for r in ordered]
+        if shows_own:
+            head += [f"@{b}, {own.HEAD}" for b in budgets]
+            scores: list[Score | None] = [Score(**{k: r[k] for k in KNOBS}) for r in ordered]
+            for row, of in zip(rows, [None, *scores]):
+                row += [own.cell(result, of, name if of else "ideal", "missed", b) for b in budgets]
         out.append((f"Scores, lookahead: {name}", head, rows))
         out.append(_lambda_table(result, name, budgets))
     rows = [
@@ -119,6 +144,9 @@ def _bar_rows(found: Row) -> list[list[str]]:
         *_, budget, dtype = name.split("_")
         if name.startswith("agreement_at_"):
             rows.append([f"top-1 agreement of the default @{budget}, {dtype}", f"{value:.2%}"])
+        elif name.startswith("own_agreement"):
+            what = f"the same on its own text @{budget}, {dtype}, speculation off / on"
+            rows.append([what, " / ".join(f"{x:.2%}" for x in value)])
         elif name.startswith("int8_less"):
             low, high = value["interval"]
             what = f"int8 less the model's dtype, top-1 agreement @{budget}, {dtype}, paired 95%"
@@ -129,6 +157,7 @@ def _bar_rows(found: Row) -> list[list[str]]:
 def told(row: Row) -> str:
     """A run in a line."""
     what = row["why"] if "why" in row else f"{_name(row)}, {row['lookahead']} @{row['budget']} {row['dtype']}"
+    what += {"own": ", own text", "on": ", own text, speculation on"}.get(row.get("speculation", "off"), "")
     return f"{what}: {row.get('skipped') or format(row['agreement'], '.2%')}"
 
 
@@ -137,11 +166,11 @@ def _part(result: Row, row: Row) -> str:
     score, lookahead = default_of(result)
     knobs = {knob: row[knob] for knob in KNOBS}
     if knobs == asdict(PAPER):
-        return "**paper**" if LOOKAHEADS[row["lookahead"]].real else "paper, draft always right"
+        return "**paper**" if lookahead_named(row["lookahead"]).real else "paper, draft always right"
     if knobs == asdict(score):
         if row["lookahead"] == lookahead:
             return "**default**"
-        return "default's score" + ("" if LOOKAHEADS[row["lookahead"]].real else ", draft always right")
+        return "default's score" + ("" if lookahead_named(row["lookahead"]).real else ", draft always right")
     if row["lookahead"] == lookahead and knobs == asdict(score.replace(summary_dtype=row["summary_dtype"])):
         return "default in the model's dtype"
     for place, best in enumerate(result["ranked"], 1):
@@ -152,21 +181,31 @@ def _part(result: Row, row: Row) -> str:
 
 def _run_table(result: Row) -> Lines:
     head = ["run", "score", "lookahead", "budget", "dtype", "top-1 agreement", "least text", "KL", "loss +"]
-    head += ["KiB/step", "hit rate"]
-    rows = []
+    head += ["KiB/step", "hit rate", f"{own.HEAD}: top-1", "KL", "tokens a forward"]
+    settings: dict[str, list[Row]] = {}
     for row in sorted(result["runs"], key=lambda r: (r["dtype"], -r.get("budget", 1 << 20), r.get("kl", 9))):
-        if "skipped" in row:
-            continue
+        if "skipped" not in row:
+            settings.setdefault(str([row.get(k) for k in (*KNOBS, "lookahead", "budget", "dtype")]), []).append(row)
+    rows = []
+    for group in settings.values():
+        forced = next((row for row in group if row.get("speculation", "off") == "off"), None)
+        row = forced or group[0]
         if "budget" in row:
             who = [_part(result, row), _name(row), row["lookahead"], str(row["budget"]), row["dtype"]]
         else:
             who = [row["why"], "", "", "", row["dtype"]]
-        low, high = row["agreement_interval"]
-        moved = [f"{row['bytes_per_step'] / 1024:,.0f}", f"{row['hit_rate']:.1%}"] if "hit_rate" in row else ["", ""]
-        least = min(row["agreement_by_text"].values())
-        rows.append([*who, f"{row['agreement']:.2%} ± {(high - low) / 2:.2%}", f"{least:.1%}", f"{row['kl']:.5f}",
-                     f"{row['loss_increase']:+.4f}", *moved])  # fmt: skip
-    return "The model, teacher-forced, against the dense cache (bytes a row and step)", head, rows
+        told = [""] * 6
+        if forced:
+            low, high = row["agreement_interval"]
+            moved = ["", ""]
+            if "hit_rate" in row:
+                moved = [f"{row['bytes_per_step'] / 1024:,.0f}", f"{row['hit_rate']:.1%}"]
+            least = min(row["agreement_by_text"].values())
+            told = [f"{row['agreement']:.2%} ± {(high - low) / 2:.2%}", f"{least:.1%}", f"{row['kl']:.5f}",
+                    f"{row['loss_increase']:+.4f}", *moved]  # fmt: skip
+        rows.append([*who, *told, *own.runs(group)])
+    title = "The model against the dense cache (bytes a row and step): teacher-forced, speculation off"
+    return f"{title}; and on its own text", head, rows
 
 
 def _ratio_table(result: Row) -> Lines:
@@ -182,8 +221,15 @@ def _ratio_table(result: Row) -> Lines:
                  for ratio in ratios)]
         for name in LOOKAHEADS
     ]  # fmt: skip
+    head = ["lookahead", *(f"at most {ratio:.2%} of K" for ratio in ratios)]
+    if own.there(result):
+        head += [f"{name} {ratio:.2%}, {own.HEAD}" for ratio in ratios for name in ("missed", "fetched")]
+        rows = [
+            [*row, *(cell for ratio in ratios for cell in own.capped(result, score, row[0], budget, ratio))]
+            for row in rows
+        ]
     title = f"Lookaheads by the bytes they move: the default's score @{budget}, missed mass / blocks fetched a step"
-    return title, ["lookahead", *(f"at most {ratio:.2%} of K" for ratio in ratios)], rows
+    return title, head, rows
 
 
 def _lookahead_row(result: Row, score: Score, lookahead: str) -> list[str]:
@@ -212,6 +258,10 @@ def _lambda_table(result: Row, lookahead: str, budgets: list[str]) -> Lines:
                 for x in lambdas
             ]
             rows.append([f"{tokens} tokens @{budget}", *(f"{v:.4f}{' *' if v == min(values) else ''}" for v in values)])
+            if own.there(result):
+                scores = [Score("midrange", x, "softmax-mean", "int8", tokens) for x in lambdas]
+                told = [own.cell(result, score, lookahead, "missed", budget) for score in scores]
+                rows.append([f"the same, {own.HEAD}", *told])
     return f"Lambda (midrange, softmax-mean, int8), lookahead: {lookahead}", ["missed", *map(str, lambdas)], rows
 
 
@@ -242,7 +292,7 @@ def draw(result: Row, out: Path) -> None:
     middle.set_xticks(budgets, map(str, budgets))
     middle.minorticks_off()
     runs = [r for r in result["runs"] if r.get("budget") == budgets[-1] and "kl" in r]
-    runs = [r for r in runs if r["dtype"] == result["settings"]["dtype"]]
+    runs = [r for r in runs if r["dtype"] == result["settings"]["dtype"] and r.get("speculation", "off") == "off"]
     for name in dict.fromkeys(r["lookahead"] for r in runs):
         line = [r for r in runs if r["lookahead"] == name and _part(result, r) not in ("**default**", "**paper**")]
         right.plot([r["bytes_per_step"] / 1024 for r in line], [r["kl"] for r in line], "o", label=name, alpha=0.8)

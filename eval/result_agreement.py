@@ -57,19 +57,22 @@ def summary_bytes(dim: int, parts: tuple[int, ...]) -> list[Row]:
     return list(seen.values())
 
 
-def find(result: Row, score: Score | None, lookahead: str) -> Row:
-    """A setting's row of `result["cells"]`."""
+def find(result: Row, score: Score | None, lookahead: str, part: str = "cells") -> Row:
+    """A setting's row of `result["cells"]`, or of another part like it."""
     wanted = dict.fromkeys(KNOBS) if score is None else asdict(score)
-    for row in result["cells"]:
+    for row in result[part]:
         if row["lookahead"] == lookahead and all(row[knob] == wanted[knob] for knob in KNOBS):
             return row
     raise KeyError((score, lookahead))
 
 
 def run_of(result: Row, wanted: Row) -> Row | None:
-    """The row of `result["runs"]` with these knobs, lookahead, budget and dtype that ran, or None."""
+    """The row of `result["runs"]` with these knobs, lookahead, budget, dtype and speculation (off where none is named)
+    that ran, or None."""
+    wanted = {"speculation": "off", **wanted}
     for row in result["runs"]:
-        if "agreement" in row and all(row.get(name) == value for name, value in wanted.items()):
+        told = {"speculation": "off", **row}
+        if "agreement" in row and all(told.get(name) == value for name, value in wanted.items()):
             return row
     return None
 
@@ -113,10 +116,14 @@ def bars(result: Row) -> Row:
     twin = {**asdict(score), "lookahead": lookahead, "summary_dtype": "model"}
     for budget in result["settings"]["budgets"]:
         for kind in dict.fromkeys((dtype, "float32")):
-            row = run_of(result, {**asdict(score), "lookahead": lookahead, "budget": budget, "dtype": kind})
+            same = {**asdict(score), "lookahead": lookahead, "budget": budget, "dtype": kind}
+            row = run_of(result, same)
             if row is None:
                 continue
             out[f"agreement_at_{budget}_{kind}"] = row["agreement"]
+            pair = [one for mode in ("own", "on") if (one := run_of(result, {**same, "speculation": mode}))]
+            if len(pair) == 2:
+                out[f"own_agreement_at_{budget}_{kind}"] = [one["agreement"] for one in pair]
             other = run_of(result, {**twin, "budget": budget, "dtype": kind})
             if other and other is not row and "agree_bits" in row and "agree_bits" in other:
                 out[f"int8_less_model_agreement_at_{budget}_{kind}"] = paired(row, other, steps)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from cells import Score, lookahead_named
-from recording import load
 from transformers import DynamicCache
 
-from oasis_hf import OasisCache, OracleDrafter, PreviousDrafter, PromptLookupDrafter
+from oasis_hf import Drafter, Eagle3Drafter, OasisCache, OracleDrafter, PreviousDrafter, PromptLookupDrafter
 from oasis_hf.attach import cache_name
 
 NUMERICS = "dense again, all steps in one forward (rounding only)"
@@ -24,16 +19,35 @@ NUMERICS = "dense again, all steps in one forward (rounding only)"
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a setting at a budget, in a dtype of the model."""
+    """One run: a setting at a budget, in a dtype of the model. speculation: "off", teacher-forced; "own", off, on the
+    text that the cache itself says; "on", the same with drafts accepted."""
 
     score: Score
     lookahead: str
     budget: int
     dtype: str = "bfloat16"
+    speculation: str = "off"
 
 
 def describe(job: Job) -> dict[str, Any]:
-    return {**asdict(job.score), "lookahead": job.lookahead, "budget": job.budget, "dtype": job.dtype}
+    row = {"lookahead": job.lookahead, "budget": job.budget, "dtype": job.dtype, "speculation": job.speculation}
+    return {**asdict(job.score), **row}
+
+
+def drafter_for(lookahead: str, model: Any, head: Any, tokens: torch.Tensor | None) -> Drafter:
+    """A new one.
+
+    Args:
+        head: folder or id of an EAGLE-3 head, for `cells.HEAD`. tokens: `[B, T]`, for drafts that are true.
+    """
+    draft = lookahead_named(lookahead).draft
+    if draft == "head":
+        return Eagle3Drafter.from_pretrained(head, model)
+    if draft == "true":
+        if tokens is None:
+            raise ValueError(f"The lookahead {lookahead!r} needs the text, and the model is still to say it.")
+        return OracleDrafter(tokens)
+    return PromptLookupDrafter() if draft == "lookup" else PreviousDrafter()
 
 
 @dataclass
@@ -56,11 +70,10 @@ def dense_logits(model: Any, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
 
 @torch.no_grad()
 def oasis_logits(
-    model: Any, tokens: torch.Tensor, prompt: int, job: Job, fetch_ratio: float, **knobs: Any
+    model: Any, tokens: torch.Tensor, prompt: int, job: Job, fetch_ratio: float, head: Any = None, **knobs: Any
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """`[B, S, V]` of an `OasisCache`, and its traffic: per row and decode step, summed over layers and KV heads."""
-    one = lookahead_named(job.lookahead)
-    drafter = {"true": OracleDrafter(tokens), "lookup": PromptLookupDrafter(), None: PreviousDrafter()}[one.draft]
+    drafter = drafter_for(job.lookahead, model, head, tokens)
     config = job.score.config(job.lookahead, budget=job.budget, fetch_ratio=fetch_ratio, store="resident", **knobs)
     cache = OasisCache(model, config, drafter=drafter)
     model(tokens[:, :prompt], **{cache_name(model): cache}, logits_to_keep=1)
@@ -133,77 +146,3 @@ def interval(values: torch.Tensor) -> list[float]:
     mean = float(values.double().mean())
     half = 1.96 * float(values.double().std()) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return [mean - half, mean + half]
-
-
-# -- many runs at once ------------------------------------------------------------------------------------------------
-
-
-class Bench:
-    """A model, the texts and the dense logits, by dtype, made when first asked for.
-
-    Args:
-        texts: names. tokens: `[B, T]` on the host. folder: see `recording.load`. stop: time (of the machine's clock)
-            after which no run is started.
-    """
-
-    def __init__(
-        self, texts: list[str], tokens: torch.Tensor, prompt: int, device: str, folder: str | None,
-        fetch_ratio: float, stop: float,
-    ) -> None:  # fmt: skip
-        self.texts, self.prompt, self.folder = texts, prompt, folder
-        self.device, self.fetch_ratio, self.stop = device, fetch_ratio, stop
-        self.tokens = tokens.to(device)
-        self.models: dict[str, Any] = {}
-        self.made: dict[str, torch.Tensor] = {}
-
-    def offer(self, dtype: str, model: Any) -> None:
-        """A model that is loaded already."""
-        self.models[dtype] = model
-
-    def dense(self, dtype: str) -> tuple[Any, torch.Tensor]:
-        if dtype not in self.models:
-            self.models[dtype] = load(self.device, getattr(torch, dtype), self.folder)
-        if dtype not in self.made:
-            self.made[dtype] = dense_logits(self.models[dtype], self.tokens, self.prompt)
-        return self.models[dtype], self.made[dtype]
-
-    def floor(self, dtype: str, logits: torch.Tensor) -> dict[str, Any]:
-        """Dense logits `[B, S, V]` of another order of the same arithmetic against the dense steps."""
-        outcome = compare(logits, self.dense(dtype)[1], self.tokens, self.prompt)
-        return {"why": NUMERICS, "dtype": dtype, **summary(outcome, self.texts)}
-
-    def run(self, job: Job) -> dict[str, Any]:
-        """A row of the results' `runs`."""
-        if time.time() > self.stop:
-            return {**describe(job), "skipped": "out of time"}
-        model, dense = self.dense(job.dtype)
-        logits, traffic = oasis_logits(model, self.tokens, self.prompt, job, self.fetch_ratio)
-        outcome = compare(logits, dense, self.tokens, self.prompt)
-        return {**describe(job), **summary(outcome, self.texts), **traffic}
-
-
-_bench: Bench | None = None
-
-
-def _start(arguments: tuple[Any, ...], threads: int) -> None:
-    global _bench
-    torch.set_num_threads(threads)
-    _bench = Bench(*arguments)
-
-
-def _run(job: Job) -> dict[str, Any]:
-    assert _bench is not None
-    return _bench.run(job)
-
-
-def run_in_processes(jobs: list[Job], workers: int, arguments: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
-    """Start all jobs; rows as they come. A decode step of the reference path is bound by launches, so several
-    processes share a GPU.
-
-    Args:
-        arguments: of `Bench`.
-    """
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (arguments, 1))
-    futures = [pool.submit(_run, job) for job in jobs]
-    pool.shutdown(wait=False)  # what was handed in is still done
-    return (done.result() for done in as_completed(futures))

@@ -7,11 +7,13 @@ slightly other texts; results name each text's sha256.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.metadata as metadata
 import importlib.util
 import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,6 +98,34 @@ def tokenize(tokenizer: object, name: str, count: int) -> torch.Tensor:
     if len(ids) < count:
         raise ValueError(f"The text {name!r} has {len(ids):,} tokens on this installation, {count:,} are needed.")
     return ids[:count].to(torch.int64)
+
+
+def asked(tokenizer: Any, name: str, count: int) -> torch.Tensor:
+    """`[count]` ids of a chat whose one turn is as much of a text as fits, and a request; the reply comes next."""
+    turn = [{"role": "user", "content": "TEXT\n\nSummarize the text above."}]
+    around = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False).split("TEXT")
+    before, after = (tokenizer(part, return_tensors="pt").input_ids[0].to(torch.int64) for part in around)
+    return torch.cat((before, tokenize(tokenizer, name, count - len(before) - len(after)), after))
+
+
+def windows(tokenizer: object, count: int, length: int, apart: int) -> list[tuple[str, torch.Tensor]]:
+    """`count` names and prompts `[length]`: the first tokens of every text in turn, then those `apart` tokens further
+    on, and so on. A text gives as many as it has.
+
+    Raises:
+        ValueError: all texts of this installation together give fewer.
+    """
+    out: list[tuple[str, torch.Tensor]] = []
+    part = 0
+    while len(out) < count:
+        before = len(out)
+        for name in SOURCES:
+            with contextlib.suppress(ValueError):
+                out.append((f"{name} {part}", tokenize(tokenizer, name, part * apart + length)[part * apart :]))
+        if len(out) == before:
+            raise ValueError(f"The texts of this installation give {len(out)} prompts of {length:,} tokens.")
+        part += 1
+    return out[:count]
 
 
 def _source(module: str) -> str:
