@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -18,26 +17,14 @@ from .layers import OasisLayer
 from .lookahead import recent_window
 from .padding import Padding
 from .report import Report
+from .room import Room, keeps_buffers
 from .rows import Rows
 from .sliding import SlidingLayer
 from .state import State
 from .step import Stepper
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
-
-def _keeps_buffers(method: _Method) -> _Method:
-    """A method that makes or changes what outlives the call, which must never become an inference tensor."""
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
-
-    return run  # type: ignore[return-value]
-
-
-class OasisCache(Report, Padding, Cache):
+class OasisCache(Report, Padding, Room, Cache):
     """The full KV in host memory, a sparse working set of blocks where the model runs.
 
     ```python
@@ -127,47 +114,6 @@ class OasisCache(Report, Padding, Cache):
         self.state.first_due = False
         self.state.dirty_from = [-(-n // BLOCK) for n in rows.tokens]
 
-    def prepare(self, count: int) -> None:
-        """Host-side work before a decode forward: pages, slots and summaries for `count` more tokens a row.
-
-        Raises:
-            ValueError: nothing came before it (`mode` said "decode" or "verify" of a prompt).
-        """
-        rows = self.state.need_rows()
-        if rows.columns == 0:
-            raise ValueError(
-                "A decode or verify forward needs a prompt before it, but this OasisCache is empty: run the prompt "
-                "outside `with cache.mode(...)` or under mode('prefill')."
-            )
-        self.state.dirty_from = self._make_room(count)
-        for layer in self.layers:
-            if layer.is_sliding:
-                layer.prepare(count)
-
-    def prepare_ahead(self, count: int) -> None:
-        """The same for one token more, beside a step of `count` tokens that the device has just begun. Nothing is
-        raised for want of memory: the step that needs it will."""
-        rows, store = self.state.need_rows(), self.state.store
-        try:
-            self._make_room(count + 1)
-        except (MemoryError, torch.OutOfMemoryError):
-            if store is not None:  # what came in part goes back
-                store.truncate([n + count for n in rows.tokens])
-
-    def _make_room(self, count: int, counts: list[int] | None = None) -> list[int]:
-        """Pages, slots and summaries for `count` more tokens a row (or a row's own of `counts`, `count` at most),
-        unless they are known to be there. Returns how many blocks a row that makes."""
-        state, rows = self.state, self.state.need_rows()
-        ends = [n + more for n, more in zip(rows.tokens, counts or [count * takes for takes in rows.takes])]
-        blocks, most = [-(-n // BLOCK) for n in ends], state.config.host_capacity_tokens
-        if state.ready != blocks or (most is not None and max(ends) > most):
-            if state.store is not None:
-                state.store.ensure(rows.tokens, ends)
-            for layer in self.sparse_layers:
-                layer.prepare(count)
-            state.ready = blocks
-        return blocks
-
     @property
     def device(self) -> torch.device:
         """Where the model takes its input."""
@@ -176,7 +122,7 @@ class OasisCache(Report, Padding, Cache):
 
     # -- drafts ---------------------------------------------------------------------------------------------------
 
-    @_keeps_buffers
+    @keeps_buffers
     def commit(self, path: list[int]) -> None:
         """Append accepted drafts of the last forward: their K and V become the rows' own.
 
@@ -199,33 +145,56 @@ class OasisCache(Report, Padding, Cache):
                 )
             self._make_room(1)
             starts = rows.lengths(self.device).clone()
-            for layer in self.layers:
-                layer.commit(entry, rows.columns, starts, rows.tokens)
+            self.append_drafts(draft, 1, torch.ones_like(starts), rows.tokens)
             rows.advance(1)
             tail.last = entry
             if tail.tokens is not None:
                 self.drafter.observe(tail.tokens[:, entry : entry + 1], starts, None)
 
-    @_keeps_buffers
-    def commit_rows(self, counts: torch.Tensor) -> None:
+    @keeps_buffers
+    def commit_rows(self, counts: torch.Tensor, own: list[int] | None = None) -> None:
         """Append the first `counts` `[B]` (on the model's device) drafts of the last forward, each row its own number;
-        inside `rows.pacing`."""
-        own, tail, rows = counts.tolist(), self.stepper.tail, self.state.need_rows()
+        inside `rows.pacing`. own: the same, if the host knows it; else it waits for the device."""
+        own, tail, rows = counts.tolist() if own is None else own, self.stepper.tail, self.state.need_rows()
+        if any(own):
+            assert tail is not None and tail.tokens is not None
+            self.settle()
+            self._make_room(max(own), own)
+            starts = rows.lengths(self.device).clone()
+            self.append_drafts(0, max(own), counts, rows.tokens)
+            rows.advance_by(own, counts)
+            entries = torch.arange(max(own), device=counts.device)
+            drafts = tail.tokens[:, tail.count : tail.count + max(own)]
+            self.drafter.observe(drafts, starts, entries < counts[:, None])
         self.stepper.forget()
-        if not any(own):
-            return
+
+    @keeps_buffers
+    def committed(self, counts: torch.Tensor, own: list[int], noted: bool) -> None:
+        """The host's part of `commit_rows`, where the device has done its own by itself. noted: the drafter's too."""
+        tail, rows = self.stepper.tail, self.state.need_rows()
         assert tail is not None and tail.tokens is not None
-        self.settle()
-        self._make_room(max(own), own)
-        starts = rows.lengths(self.device).clone()
-        for draft in range(max(own)):
-            at = torch.where(counts > draft, starts + draft, -1)
+        if noted:
+            self.drafter.noted(max(own))
+        elif any(own):
+            starts, entries = rows.lengths(self.device) - counts, torch.arange(max(own), device=counts.device)
+            drafts = tail.tokens[:, tail.count : tail.count + max(own)]
+            self.drafter.observe(drafts, starts, entries < counts[:, None])
+        rows.advance_by(own, None)
+        self.stepper.forget()
+
+    def append_drafts(self, first: int, drafts: int, counts: torch.Tensor, tokens: list[int] | None) -> None:
+        """Of the last forward's `drafts` drafts from `first` on, each row's first `counts` `[B]` to the layers. tokens:
+        the rows' lengths on the host; None: this is the device's work alone, which may be captured."""
+        rows, tail = self.state.need_rows(), self.stepper.tail
+        assert tail is not None
+        starts = rows.lengths(self.device)
+        for place in range(drafts):
+            at = torch.where(counts > place, starts + place, -1)
+            known = None if tokens is None else [n + place for n in tokens]
             for layer in self.layers:
-                layer.commit(tail.count + draft, rows.columns + draft, at, [n + draft for n in rows.tokens])
-        rows.advance_by(own, counts)
-        entries = torch.arange(max(own), device=counts.device)
-        drafts = tail.tokens[:, tail.count : tail.count + max(own)]
-        self.drafter.observe(drafts, starts, entries < counts[:, None])
+                layer.commit(tail.count + first + place, rows.columns + place, at, known)
+        for layer in self.layers:
+            layer.remember_drafts(first, counts)
 
     # -- the contract of transformers -----------------------------------------------------------------------------
 
@@ -249,7 +218,7 @@ class OasisCache(Report, Padding, Cache):
         """Columns held, padding included, drafts excluded."""
         return self.state.rows.columns if self.state.rows is not None else 0
 
-    @_keeps_buffers
+    @keeps_buffers
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` columns; a positive number is the length to keep (as transformers 5.17
         still takes it). More than there is leaves nothing."""
@@ -262,7 +231,7 @@ class OasisCache(Report, Padding, Cache):
             return
         self._shorten(rows.valid[:, : rows.columns - count])
 
-    @_keeps_buffers
+    @keeps_buffers
     def crop_rows(self, tokens: list[int]) -> None:
         """Rows keep their first `tokens` real ones. Columns that no row has any more are dropped.
 
@@ -301,7 +270,7 @@ class OasisCache(Report, Padding, Cache):
         self.state.first_due = self.state.first_due and rows.columns > 0
         self.drafter.crop(rows.tokens)
 
-    @_keeps_buffers
+    @keeps_buffers
     def _select_rows(self, index: list[int]) -> None:
         rows = self.state.rows
         if rows is not None:
@@ -352,7 +321,7 @@ class OasisCache(Report, Padding, Cache):
     def batch_size(self) -> int:
         return len(self.state.rows) if self.state.rows is not None else -1
 
-    @_keeps_buffers
+    @keeps_buffers
     def reset(self) -> None:
         """Empty, counters included; buffers stay for the next prompt of the same batch size."""
         state = self.state
@@ -369,12 +338,12 @@ class OasisCache(Report, Padding, Cache):
             layer.reset()
         self.drafter.reset()
 
-    @_keeps_buffers
+    @keeps_buffers
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         """As `transformers.Cache` has it: the buffers before the first forward."""
         super().early_initialization(*args, **kwargs)
 
-    @_keeps_buffers
+    @keeps_buffers
     def __deepcopy__(self, memo: dict[int, Any]) -> "OasisCache":
         """A branch: host pages are shared, what is on the device is copied."""
         self.settle()

@@ -20,17 +20,42 @@ BY_SCORES_ALONE = tuple(
 )  # fmt: skip
 """Processors that look at nothing but the scores: all positions of all rows go through them at once."""
 
+STATEFUL = tuple(
+    getattr(logits_process, name)
+    for name in (
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor",
+    )
+)  # fmt: skip
+"""Processors that take every call for the next token's: asked at several positions, they would give other tokens."""
+
+
+def greedy(drafts: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """chain `[B, k + 1]` and count `[B]`, as `Choice` gives them, by the highest of scores `[B, 1 + k, V]`."""
+    chain = scores.argmax(-1)
+    return chain, 1 + (chain[:, :-1] == drafts).long().cumprod(1).sum(1)
+
+
+def _drawn(probability: torch.Tensor) -> torch.Tensor:
+    """A token `[B]` by probabilities `[B, V]` or multiples of them: what `torch.multinomial` draws, which also reads
+    back whether they are any."""
+    return (probability / torch.empty_like(probability).exponential_(1)).argmax(-1)
+
 
 class Choice:
     """Chooses tokens as `model.generate` does, and accepts the drafts that are so chosen.
 
     Args:
         processors: generate's logits processors. do_sample: as its configuration says.
+
+    Attributes:
+        at_once: whether all positions can go through the processors at once. greedily: `greedy` says all.
     """
 
     def __init__(self, processors: Any, do_sample: bool) -> None:
         self.processors, self.do_sample = processors, do_sample
         self.at_once = all(type(one) in BY_SCORES_ALONE for one in processors)
+        self.greedily = not do_sample and not len(processors)
 
     def __call__(
         self, text: "Text", drafts: torch.Tensor, logits: torch.Tensor, drawn_from: torch.Tensor | None = None
@@ -46,33 +71,32 @@ class Choice:
             chain `[B, k + 1]` and count `[B]`: a row's first `count` are chosen, all but the last of them drafts.
         """
         scores = self._processed(text, drafts, logits)
-        return self._sampled(drafts, scores, drawn_from) if self.do_sample else self._greedy(drafts, scores)
+        return self._sampled(drafts, scores, drawn_from) if self.do_sample else greedy(drafts, scores)
 
-    def draw(self, text: "Text", drafts: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(
+        self, text: "Text", drafts: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A token `[B]` behind a row's drafts `[B, k]` from logits `[B, V]`, and the probabilities `[B, V]` that it was
-        drawn from."""
+        drawn from, None where it was certain."""
         places = logits[:, None].expand(-1, drafts.shape[1] + 1, -1)
         scores = self._processed(text, drafts, places)[:, -1]
+        if not self.do_sample:
+            return scores.argmax(-1), None
         probability = scores.softmax(-1)
-        token = torch.multinomial(probability, 1).squeeze(1) if self.do_sample else scores.argmax(-1)
-        return token, probability
+        return _drawn(probability), probability
 
     def _processed(self, text: "Text", drafts: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         if not len(self.processors):
             return logits
         if self.at_once:
             return self.processors(drafts[:, :0], logits.flatten(0, 1)).view_as(logits)
-        scores = logits.clone()
-        for rows, places, before in text.with_drafts(drafts):
+        scores, rows, most = logits.clone(), torch.arange(len(logits), device=logits.device), drafts.shape[1]
+        for places, before in text.with_drafts(drafts):
             # All rows, since some processors know the batch; those of another length are not looked at.
-            all_rows = torch.arange(len(logits), device=logits.device)
-            processed = self.processors(before, logits[all_rows, places.clamp(0, drafts.shape[1])])
-            scores[rows, places[rows]] = processed[rows]
+            at, has = places.clamp(0, most), (places >= 0) & (places <= most)
+            processed = self.processors(before, logits[rows, at])
+            scores[rows, at] = torch.where(has[:, None], processed, scores[rows, at])
         return scores
-
-    def _greedy(self, drafts: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        chain = scores.argmax(-1)
-        return chain, 1 + (chain[:, :-1] == drafts).long().cumprod(1).sum(1)
 
     def _sampled(
         self, drafts: torch.Tensor, scores: torch.Tensor, drawn_from: torch.Tensor | None
@@ -82,7 +106,7 @@ class Choice:
         of than the second. A drafter that was certain drew with probability 1."""
         probability = scores.softmax(-1)
         if drawn_from is None:
-            drawn_from = torch.nn.functional.one_hot(drafts, scores.shape[-1]).to(scores.dtype)
+            drawn_from = torch.zeros_like(scores[:, :-1]).scatter_(2, drafts.unsqueeze(-1), 1)
         wanted, drawn = (one.gather(2, drafts.unsqueeze(-1)).squeeze(-1) for one in (probability[:, :-1], drawn_from))
         accepted = (torch.rand_like(wanted) * drawn < wanted).long().cumprod(1).sum(1)
         rows = torch.arange(len(drafts), device=drafts.device)
@@ -91,6 +115,6 @@ class Choice:
         left = (probability[rows, accepted] - drawn_from[rows, accepted]).clamp(min=0)
         # All taken but for rounding: such a draft was as likely as it was drawn.
         left = torch.where(left.sum(1, keepdim=True) > 0, left, probability[rows, accepted])
-        last = torch.multinomial(left, 1)
+        last = _drawn(left)[:, None]
         chain = torch.cat((drafts, last), 1).scatter(1, accepted[:, None], last)
         return chain, accepted + 1

@@ -7,20 +7,29 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerationMode,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
+from .accepting import accepting
 from .attach import CACHE_NAMES, cache_name
-from .choice import Choice
+from .choice import STATEFUL, Choice
 from .lossless import dense, forward, verified
-from .text import Text
+from .text import Text, Told
 
 if TYPE_CHECKING:
     from .cache import OasisCache
 
 logger = logging.getLogger(__name__)
 
-_OWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *CACHE_NAMES}
-"""What a decode step is told anew; another argument of the model would have to be told for each row's place."""
+_OWN = {
+    "attention_mask", "position_ids", "inputs_embeds", "use_cache", "logits_to_keep", "cache_position", *CACHE_NAMES,
+}  # fmt: skip
+"""What only the prompt needs or a decode step is told anew; another argument of the model would have to be told for
+each row's place."""
 
 _ASKED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
@@ -33,7 +42,9 @@ def generate(
 
     Greedy tokens are those of `model.generate` wherever the working sets are the same, and sampled ones have the same
     distribution; but a row that has ended is always padded, where generate lets it go on if it has no end id.
-    Streamers, logits processors and stopping criteria work as there.
+    Logits processors, stopping criteria, `stop_strings` with their `tokenizer`, and for one row a streamer, work as
+    there. A processor that keeps state of its own from call to call is one of transformers' that are refused, or would
+    be wrong: it is asked at several positions, some of which are rejected.
 
     Args:
         verify: "sparse": the drafter's tokens are verified over the working set, in the step that they ride in.
@@ -50,11 +61,13 @@ def generate(
     Raises:
         ValueError: the cache is no `OasisCache`, or was not made with `speculate=True`; `verify` or `full_drafts` is
             not allowed, or "full" can't be had: several rows with sliding-window layers, RoPE that scales by the
-            furthest position; beams or scores, logits, attentions or hidden states of each step are asked for.
+            furthest position; beams, an assistant or scores, logits, attentions or hidden states of each step are asked
+            for, a processor that keeps state (classifier-free guidance, SynthID), or a streamer for several rows; stop
+            strings without a tokenizer.
     """
     from .cache import OasisCache
 
-    if verify not in ("sparse", "full") or not isinstance(full_drafts, int) or full_drafts < 1:
+    if verify not in ("sparse", "full") or type(full_drafts) is not int or full_drafts < 1:
         raise ValueError(
             f"oasis_hf.generate takes verify='sparse' or 'full' and full_drafts of 1 or more, not verify={verify!r}, "
             f"full_drafts={full_drafts!r}."
@@ -80,21 +93,57 @@ def generate(
         why = "keeps rows at one length" if windows or scales else "places its own tokens"
         logger.warning("oasis_hf.generate runs transformers' own loop: %s %s.", type(model).__name__, why)
         return model.generate(inputs, **kwargs)
-    # generate gives a loop that is not its own neither of these.
+    _one_row_to_stream(model, inputs, kwargs)
+    # generate gives a loop that is not its own none of these.
+    own = model._extract_generation_mode_kwargs(None, {}, kwargs.get("synced_gpus"), None, None)
     loop = functools.partial(
-        _decode, full=full, streamer=kwargs.get("streamer"), synced_gpus=bool(kwargs.get("synced_gpus"))
+        _decode, full=full, streamer=kwargs.get("streamer"), assistant=kwargs.get("assistant_model"),
+        synced_gpus=own["synced_gpus"],
+    )  # fmt: skip
+    return model.generate(inputs, custom_generate=loop, **_with_stop_strings(model, kwargs))
+
+
+def _setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """What generate will take for a field of its configuration."""
+    if name in kwargs:
+        return kwargs[name]
+    given = getattr(kwargs.get("generation_config"), name, None)
+    return given if given is not None else getattr(model.generation_config, name, None)
+
+
+def _with_stop_strings(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """generate's arguments with `stop_strings` as the criterion that generate would make of them, had it kept the
+    tokenizer for a loop that is not its own."""
+    strings = _setting(model, kwargs, "stop_strings")
+    if strings is None:
+        return kwargs
+    if kwargs.get("tokenizer") is None:
+        raise ValueError(f"oasis_hf.generate(stop_strings={strings!r}) needs tokenizer=, the model's own.")
+    criteria = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(kwargs["tokenizer"], strings)]
+    return {**kwargs, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
+
+
+def _one_row_to_stream(model: Any, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if there is a streamer and more than one row: what stands behind a row's end, or was rejected in
+    one row and not in another, is no text."""
+    if kwargs.get("streamer") is None:
+        return
+    given = next(
+        (one for one in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if one is not None), [0]
     )
-    return model.generate(inputs, custom_generate=loop, **kwargs)
+    rows = len(given) * (_setting(model, kwargs, "num_return_sequences") or 1)
+    if rows > 1:
+        raise ValueError(f"oasis_hf.generate streams one row, not {rows}: leave streamer out, or give one prompt.")
 
 
 @torch.no_grad()
 def _decode(
     model: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, *,
-    full: int, streamer: Any, synced_gpus: bool, **model_kwargs: Any,
+    full: int, streamer: Any, assistant: Any, synced_gpus: bool, **model_kwargs: Any,
 ) -> Any:  # fmt: skip
     """The loop that `model.generate` runs as its `custom_generate`. full: drafts a dense pass verifies, or 0."""
     cache: OasisCache = next(model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None)
-    _refuse(generation_config, model_kwargs, synced_gpus)
+    _refuse(generation_config, logits_processor, model_kwargs, assistant, synced_gpus)
     if full and len(input_ids) > 1 and len(cache.sparse_layers) < len(cache.layers):
         raise ValueError(
             "oasis_hf.generate(verify='full') takes one row at a time where a model has sliding-window layers, which "
@@ -106,23 +155,24 @@ def _decode(
 
     logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1:]
     chain, count = choose(text, text.ids[:, :0], logits.to(input_ids.device, torch.float32))
-    _tell(chain, text.add(chain, count), streamer)
-    rows = cache.state.need_rows()
-    with rows.pacing(cache.device):
-        while not text.done.all():
-            chain, kept = verified(model, cache, choose, text, full) if full else _round(model, cache, choose, text)
-            _tell(chain, kept, streamer)
-            cache.stepper.passes += int((kept > 0).sum())
-            cache.stepper.passed += int(kept.sum())
+    _stream(text.put(text.cut(chain, count)), streamer)
+    rows, stepper = cache.state.need_rows(), cache.stepper
+    stepper.ends = ()  # no forward of this loop is skipped, so none has to know which rows have ended
+    with model._optimize_model_for_decode(), rows.pacing(cache.device):
+        while any(text.going):
+            told = verified(model, cache, choose, text, full) if full else _round(model, cache, choose, text)
+            _stream(told, streamer)
+            stepper.passes += sum(kept > 0 for kept in told.kept)
+            stepper.passed += sum(told.kept)
         # The last token of all is not in the cache, as in transformers' loop; that of a row that ended sooner is.
-        sooner = text.lengths < text.lengths.max()
-        if sooner.any():
+        sooner = [n < max(text.tokens) for n in text.tokens]
+        if any(sooner):
             if full:
-                dense(model, cache, text.last()[:, None], sooner)
+                dense(model, cache, text.last()[:, None], [int(takes) for takes in sooner])
             else:
-                rows.leave_out(sooner.to(cache.device))
-                _step(model, cache, text)
-                cache.stepper.forget()
+                rows.leave_out((text.lengths < max(text.tokens)).to(cache.device), sooner)
+                forward(model, cache, text.last()[:, None])
+                stepper.forget()
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:
@@ -131,45 +181,55 @@ def _decode(
     return out(sequences=text.sequences(), **{cache_name(model): cache})
 
 
-def _round(model: Any, cache: "OasisCache", choose: Choice, text: Text) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step. Returns chain `[B, k + 1]` and how many of it follow in each row `[B]`; the cache holds all but the
-    last of them."""
-    cache.state.need_rows().leave_out(~text.done.to(cache.device))
-    logits, drafts = _step(model, cache, text)
-    chain, count = choose(text, drafts, logits)
-    kept = text.add(chain, count)
-    cache.commit_rows((kept - 1).clamp(min=0).to(cache.device))
-    _remember_rate(cache, count - 1, kept, drafts.shape[1])
-    return chain, kept
-
-
-def _step(model: Any, cache: "OasisCache", text: Text) -> tuple[torch.Tensor, torch.Tensor]:
-    """A forward over every row's last token and its drafts. Returns logits `[B, 1 + k, V]` and the drafts `[B, k]`."""
-    device = text.ids.device
+def _round(model: Any, cache: "OasisCache", choose: Choice, text: Text) -> Told:
+    """One step. The cache then holds all that follows but the last of each row."""
+    cache.state.need_rows().leave_out(~text.done.to(cache.device), text.going)
     out = forward(model, cache, text.last()[:, None])
-    memo, logits = cache.stepper.memo, out.logits[:, -1:].to(device, torch.float32)
-    if memo is None:
-        return logits, text.ids[:, :0]
-    return torch.cat([logits, *(one.to(device, torch.float32) for one in memo.logits)], 1), memo.tokens.to(device)
+    memo, device = cache.stepper.memo, text.ids.device
+    drafts = text.ids[:, :0] if memo is None else memo.tokens.to(device)
+    behind = accepting(cache, text, choose.greedily)
+    chosen = None if behind is None else behind.chosen
+    if chosen is None:
+        logits = [out.logits[:, -1:], *(() if memo is None else memo.logits)]
+        scores = torch.cat([one.to(device, torch.float32) for one in logits], 1)
+        chosen = text.cut(*choose(text, drafts, scores))
+        counts = (chosen.kept - 1).clamp(min=0).to(cache.device)
+    if behind is not None:
+        behind.replay(None if behind.chosen is chosen else counts)
+    told = text.put(chosen)
+    own = [max(kept - 1, 0) for kept in told.kept]
+    if behind is None:
+        cache.commit_rows(counts, own)
+    else:
+        cache.committed(behind.counts, own, behind.notes)
+    _remember_rate(cache, told, drafts.shape[1])
+    return told
 
 
-def _tell(chain: torch.Tensor, kept: torch.Tensor, streamer: Any) -> None:
+def _stream(told: Told, streamer: Any) -> None:
+    """The one row's new tokens."""
     if streamer is not None:
-        for place in range(int(kept.max())):
-            streamer.put(chain[:, place].cpu())
+        for token in told.chain[0][: told.kept[0]]:
+            streamer.put(torch.tensor([token]))
 
 
-def _remember_rate(cache: "OasisCache", accepted: torch.Tensor, kept: torch.Tensor, drafts: int) -> None:
+def _remember_rate(cache: "OasisCache", told: Told, drafts: int) -> None:
     """How often a verified draft was the next input, of rows that took a step: it weighs the drafts' queries."""
-    took = kept > 0
-    tried = int(((accepted + 1).clamp(max=drafts) * took).sum())
+    count = [count for count, kept in zip(told.count, told.kept) if kept]
+    tried = sum(min(one, drafts) for one in count)
     if tried:
-        cache.stepper.note_accepted(int((accepted * took).sum()), tried)
+        cache.stepper.note_accepted(sum(one - 1 for one in count), tried)
 
 
-def _refuse(config: Any, model_kwargs: dict[str, Any], synced_gpus: bool) -> None:
+def _refuse(config: Any, processors: Any, model_kwargs: dict[str, Any], assistant: Any, synced_gpus: bool) -> None:
     asked = [name for name in _ASKED if config.return_dict_in_generate and getattr(config, name, False)]
     asked += ["num_beams"] * (config.num_beams > 1) + ["synced_gpus"] * synced_gpus
+    asked += ["assistant_model"] * (assistant is not None)
+    asked += ["prompt_lookup_num_tokens"] * (getattr(config, "prompt_lookup_num_tokens", None) is not None)
+    mode = config.get_generation_mode(assistant)
+    if not asked and mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        asked.append(mode.value)
+    asked += [type(one).__name__ for one in processors if isinstance(one, STATEFUL)]
     asked += [name for name, value in model_kwargs.items() if name not in _OWN and value is not None]
     if asked:
         raise ValueError(

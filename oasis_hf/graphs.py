@@ -7,17 +7,17 @@ when summaries or the table grow, or rows are chosen anew, the step is captured 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from .capturable import cannot_hold, hooked
+from .capture import capture
 from .fused import FusedLayers, FusionError, first_line, fused_layers, joined
 from .ops import cuda
 from .pipeline import Pipeline, together
@@ -58,7 +58,8 @@ class Captured:
             the layers' draft queries, and tail, the stacked tokens.
         held: what it was captured with, whose tensors it reads again. The cache is in none of them: it owns this, and
             a cycle would keep its pages until a collection.
-        replays: how often it was replayed.
+        replays: how often it was replayed. notes: whether the drafter works inside it.
+        accepting: graphs that accept its drafts, see `accepting.py`.
     """
 
     place: list[Any]
@@ -73,6 +74,14 @@ class Captured:
     tail: Tail | None
     held: tuple[Any, ...]
     replays: int = 0
+    notes: bool = False
+    accepting: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """`[B, n]`, the step's tokens and its drafts behind them, overwritten by every replay."""
+        own = self.tail.tokens if self.notes and self.tail is not None else None
+        return self.ids if own is None else own
 
 
 @dataclass
@@ -88,6 +97,7 @@ class StepGraphs:
     Attributes:
         replays: steps that were replayed. captures: graphs made.
         refused: why the last step ran eagerly, or None. unfused: why layers are captured as they are, or None.
+        unaccepted: why drafts are accepted without a graph, or None. last: the graph of the last step, if it had one.
     """
 
     def __init__(self) -> None:
@@ -98,6 +108,8 @@ class StepGraphs:
         self._broken: str | None = None
         self._idle = 0
         self.unfused: str | None = None
+        self.unaccepted: str | None = None
+        self.last: Captured | None = None
         self._compiled: dict[tuple[Any, ...], FusedLayers] = {}
         self._left = False
         self._pool: Any = None
@@ -108,6 +120,7 @@ class StepGraphs:
         """Give the graphs and their memory back: the rows they were captured for are gone."""
         self.captured.clear()
         self.seen.clear()
+        self.last = None
         self._compiled.clear()
         self._idle, self._left = 0, False
 
@@ -136,6 +149,7 @@ class StepGraphs:
         Args:
             forward: runs the model under a step. call: its arguments, the cache under `name`.
         """
+        self.last = None
         have = self._graph(cache, forward, call, step, name)
         if have is None:
             self.settle(cache)
@@ -152,6 +166,7 @@ class StepGraphs:
             have.graph.replay()
         have.replays += 1
         self.replays += 1
+        self.last = have
         step.replayed = True
         if step.held is not None and step.tail is not None and have.tail is not None:
             step.tail.tokens, step.tail.positions = have.tail.tokens, have.tail.positions
@@ -281,7 +296,6 @@ class StepGraphs:
             self._stream, self._pipeline = torch.cuda.Stream(device, priority=-1), Pipeline(device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
         ids, positions = call["input_ids"].clone(), call["position_ids"].clone()
         weights = None if step.weights is None else step.weights.to(device, copy=True).contiguous()
         call = {**call, "input_ids": ids, "position_ids": positions}
@@ -292,32 +306,30 @@ class StepGraphs:
         for stream in streams:
             cuda.reserve(stream)
         placed = contextlib.nullcontext() if layers is None else layers.placed()
-        _own_workspaces()
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        step.pipeline = self._pipeline
+        step.pipeline = pipeline = self._pipeline
+
+        def whole() -> Any:
+            try:
+                pipeline.begin(cache.state.store, late)
+                output = forward(call, step)
+                pipeline.join()
+                return output
+            except BaseException:
+                # Ended properly if it can be; the first error is the one to tell.
+                pipeline.drop()
+                with contextlib.suppress(RuntimeError):
+                    pipeline.join()
+                raise
+
         try:
-            with span("capture"), _nothing_collected(), placed, torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    self._pipeline.begin(cache.state.store, late)
-                    output = forward(call, step)
-                    self._pipeline.join()
-                except BaseException:
-                    # Ended properly if it can be; the first error is the one to tell.
-                    self._pipeline.drop()
-                    for end in (self._pipeline.join, graph.capture_end):
-                        with contextlib.suppress(RuntimeError):
-                            end()
-                    raise
-                graph.capture_end()
+            with placed:
+                graph, output = self.capture(device, whole)
         except BaseException:
             step.pipeline = None
             raise
         finally:
-            _own_workspaces()
-            self._pipeline.forget()
+            pipeline.forget()
             scratch = [tensor for stream in streams for tensor in cuda.take(stream)]
-        torch.cuda.current_stream(device).wait_stream(self._stream)
         self.captures += 1
         del call[name]
         fields = dict(enumerate(output)) if isinstance(output, tuple) else dict(output.items())
@@ -325,28 +337,19 @@ class StepGraphs:
         drafts = [layer.draft_queries for layer in cache.sparse_layers]
         held = (call, step, scratch)
         return Captured(
-            place, layers is not None, graph, ids, positions, weights, type(output), fields, drafts, step.tail, held
-        )
+            place, layers is not None, graph, ids, positions, weights, type(output), fields, drafts, step.tail, held,
+            notes=step.held is not None,
+        )  # fmt: skip
 
+    def capture(self, device: torch.device, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """What `run` launches as a graph, in the memory of the others, and what it returned. Nothing of it has run."""
+        assert self._stream is not None
+        return capture(self._stream, self._pool, device, run)
 
-@contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """No collection inside: what it frees may need calls that a capture does not allow."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _own_workspaces() -> None:
-    """cuBLAS keeps a workspace a stream. What is captured gets one of its own, in the graph's memory: no other graph
-    writes over it, and it goes with the graph."""
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        clear()
+    def behind(self, cache: "OasisCache") -> Captured | None:
+        """The graph of the step that just ran, if it was replayed and all that it touches is still the same."""
+        place = _place(cache)
+        return self.last if self.last is not None and _same(self.last.place[: len(place)], place) else None
 
 
 def _kept(value: Any) -> Any:

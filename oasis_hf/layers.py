@@ -179,12 +179,12 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
             self._fetch("fetched", queries, step.weights.to(keys.device), after, self.state.cap)
         return out
 
-    def _append(self, entry: int, lengths: torch.Tensor, tokens: list[int], age: torch.Tensor) -> None:
+    def _append(self, entry: int, lengths: torch.Tensor, tokens: list[int] | None, age: torch.Tensor) -> None:
         """Tail entry to the open block and its page; a block it fills is summarised. `tokens` are `lengths`, known to
-        the host, so that steps in which nothing opens or closes skip that work."""
+        the host (None: they are not), so that steps in which nothing opens or closes skip that work."""
         config = self.state.config
         keys, values = self.working_set.keys[:, :, entry], self.working_set.values[:, :, entry]
-        opens = any(n % BLOCK == 0 for n in tokens)
+        opens = tokens is None or any(n % BLOCK == 0 for n in tokens)
         if opens and config.lookahead == "none" and (config.sink_blocks or config.recent_blocks):
             # No selection keeps them young here.
             self.working_set.keep(config.sink_blocks, lengths // BLOCK - config.recent_blocks, age)
@@ -195,7 +195,7 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
         self.store.append(self.index, lengths, keys, values, some)
         if opens:
             self.counters.add("wasted", wasted.sum(0))
-        if any(n % BLOCK == BLOCK - 1 for n in tokens):
+        if tokens is None or any(n % BLOCK == BLOCK - 1 for n in tokens):
             closing = (lengths >= 0) & ((lengths + 1) % BLOCK == 0)
             self.summaries.close(self.working_set.slot_keys(slot), lengths // BLOCK, closing)
 
@@ -272,16 +272,21 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
         self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
         self.counters.add(why, (plan_block >= 0).sum((0, 2)))
 
-    def commit(self, entry: int, position: int, lengths: torch.Tensor, tokens: list[int]) -> None:
+    def commit(self, entry: int, position: int, lengths: torch.Tensor, tokens: list[int] | None) -> None:
         """A tail entry is accepted in rows where `lengths` `[B]` is not negative: append it there. `tokens` are the
-        rows' lengths on the host."""
-        lengths = lengths.to(self.device)
-        self._append(entry, lengths, tokens, self.state.clock(self.device))
-        if self.draft_queries is not None and entry - 1 < self.draft_queries.shape[2]:
-            before = self.recent
-            self._remember(self.draft_queries[:, :, entry - 1 : entry])
-            assert before is not None and self.recent is not None
-            self.recent = torch.where((lengths >= 0)[:, None, None, None], self.recent, before)
+        rows' lengths on the host, None where it does not know them."""
+        # As old as what the step itself appended: the slot of a predicted block, which may come late, is not taken.
+        self._append(entry, lengths.to(self.device), tokens, self.state.clock(self.device, 1))
+
+    def remember_drafts(self, first: int, counts: torch.Tensor) -> None:
+        """The queries of drafts `first` and on of the last step, so many of each row's as `counts` `[B]` says, are its
+        latest ones. Where a captured step finds them they stay."""
+        if self.draft_queries is None or first >= self.draft_queries.shape[2]:
+            return
+        assert self.recent is not None
+        queries = torch.cat((self.recent, self.draft_queries[:, :, first:]), 2)
+        at = counts.to(self.device)[:, None] + torch.arange(self.state.window, device=self.device)
+        self.recent.copy_(queries.gather(2, at[:, None, :, None].expand_as(self.recent)))
 
     def prepare(self, count: int) -> None:
         """Room for `count` tokens more a row."""
@@ -300,7 +305,7 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
         if self.recent is not None and any(removed):
             older = torch.arange(self.state.window) - torch.tensor(removed)[:, None]  # the oldest stands for those gone
             at = older.clamp(min=0).to(self.device)[:, None, :, None].expand_as(self.recent)
-            self.recent = self.recent.gather(2, at)
+            self.recent.copy_(self.recent.gather(2, at))
         self.draft_queries = None
 
     def select_rows(self, index: list[int]) -> None:

@@ -93,11 +93,12 @@ class Rows:
             self._set_valid(torch.cat((self.valid[:, :first], packed), 1))
             self.resync()
 
-    def leave_out(self, takes: torch.Tensor) -> None:
-        """From here on only rows where `takes` `[B]` (on the device) take tokens; in `pacing`."""
+    def leave_out(self, takes: torch.Tensor, known: list[bool] | None = None) -> None:
+        """From here on only rows where `takes` `[B]` (on the device) take tokens; in `pacing`. known: the same, if the
+        host knows it; else it waits for the device."""
         assert self.taking is not None
         self.taking.copy_(takes)
-        self.takes = takes.tolist()
+        self.takes = takes.tolist() if known is None else list(known)
 
     def advance_by(self, counts: list[int], on_device: torch.Tensor | None) -> None:
         """Real tokens more, each row its own number. on_device: the same `[B]`; None: the device has advanced."""

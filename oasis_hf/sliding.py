@@ -151,7 +151,7 @@ class SlidingLayer(CacheLayerMixin):
         """All that a captured step touches here."""
         return [self.ring_keys, self.ring_values, self.real]
 
-    def commit(self, entry: int, position: int, lengths: torch.Tensor, tokens: list[int]) -> None:
+    def commit(self, entry: int, position: int, lengths: torch.Tensor, tokens: list[int] | None) -> None:
         """A tail entry that stands `entry` columns behind the step's first is accepted at column `position`, in every
         row."""
         if self._tail_start + entry != position:
@@ -159,6 +159,9 @@ class SlidingLayer(CacheLayerMixin):
             self.ring_keys[:, :, target] = self.ring_keys[:, :, source]
             self.ring_values[:, :, target] = self.ring_values[:, :, source]
         self.real[:, position % self.size] = True
+
+    def remember_drafts(self, first: int, counts: torch.Tensor) -> None:
+        """No queries are kept."""
 
     def prepare(self, count: int) -> None:
         self._tail_start = self.get_seq_length()

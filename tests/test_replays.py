@@ -12,11 +12,13 @@ from tiny import left_padded, prompt, tiny
 
 import oasis_hf
 from oasis_hf import HostMemoryError, OasisCache, OracleDrafter
+from oasis_hf.accepting import Accepting
 from oasis_hf.config import BLOCK
-from oasis_hf.graphs import StepGraphs
+from oasis_hf.graphs import StepGraphs, _place, _same
 from oasis_hf.layers import OasisLayer
 from oasis_hf.store import HostStore, pages
 from oasis_hf.summaries import Summaries
+from oasis_hf.text import Chosen
 
 
 class Again:
@@ -42,9 +44,26 @@ class Again:
                 one.output[key].copy_(value)
 
 
+class Accepts:
+    """Stands for the graph behind it: it commits, counts and tells in the tensors that it was captured with."""
+
+    def __init__(self, have, cache, step, drafts):
+        self.parts, self.count = (have, cache, step, drafts), 0
+
+    def replay(self):
+        have, cache, step, drafts = self.parts
+        place = _place(cache)  # a graph would write where it was captured
+        assert _same(step.place[: len(place)], place)
+        chosen = have.run(cache, step, drafts)
+        self.count += 1
+        if chosen is not None:
+            for name, value in vars(chosen).items():
+                getattr(have.chosen, name).copy_(value)
+
+
 @pytest.fixture
 def replays(monkeypatch, fake_cuda):  # noqa: F811
-    capture, append = StepGraphs._capture, OasisLayer._append
+    capture, append, capture_acceptance = StepGraphs._capture, OasisLayer._append, Accepting.capture
 
     def again(self, cache, forward, call, step, place, layers, name):
         one = capture(self, cache, forward, call, step, place, layers, name)
@@ -63,6 +82,18 @@ def replays(monkeypatch, fake_cuda):  # noqa: F811
         closing = (lengths >= 0) & ((lengths + 1) % BLOCK == 0)
         self.summaries.close(own.slot_keys(slot), lengths // BLOCK, closing)
 
+    def accept(self, cache, step, drafts):
+        """What the real one runs before it captures."""
+        with monkeypatch.context() as patch:
+            patch.setattr(StepGraphs, "capture", lambda *args: (None, None))
+            capture_acceptance(self, cache, step, drafts)
+        if self.left is not None:
+            self.chosen = Chosen(
+                *(torch.zeros_like(one) for one in vars(self.verified(step, drafts, self.left > 0)).values())
+            )
+        self.graph = Accepts(self, cache, step, drafts)
+
+    monkeypatch.setattr(Accepting, "capture", accept)
     monkeypatch.setattr(StepGraphs, "_capture", again)
     monkeypatch.setattr(OasisLayer, "_append", append_by_the_device)
 

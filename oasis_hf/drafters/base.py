@@ -71,11 +71,14 @@ class Drafter:
         """
         return None
 
-    def note(self, tokens: torch.Tensor, starts: torch.Tensor) -> None:
-        """The device's part of `observe`, where `hold` gave tensors."""
+    def note(
+        self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None = None, first: int = 0
+    ) -> None:
+        """The device's part of `observe`, where `hold` gave tensors. first: the column of the step at which `tokens`
+        stood; 1 for its drafts, of which rows commit those where `valid` `[B, q]`."""
 
     def noted(self, count: int) -> None:
-        """The host's part, after the step."""
+        """The host's part, after the step, and once more after the commit of `count` drafts at most."""
 
     def crop(self, lengths: list[int]) -> None:
         """Rows now have these lengths."""

@@ -36,7 +36,11 @@ class PromptLookupDrafter(Drafter):
         self._look(starts)
         self._filled += count
         self._room()
-        order = torch.arange(count, device=tokens.device).expand(rows, -1)
+        self._write(tokens, starts, valid)
+
+    def _write(self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None) -> None:
+        assert self.history is not None
+        order = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
         if valid is not None:
             valid = valid.to(tokens.device, non_blocking=True)
             # Squeezed: a real token goes where the real ones before it end; the others go to the last, unused column.
@@ -56,9 +60,10 @@ class PromptLookupDrafter(Drafter):
         self._room(count)
         return [self.history]
 
-    def note(self, tokens: torch.Tensor, starts: torch.Tensor) -> None:
-        assert self.history is not None
-        self.history.scatter_(1, starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device), tokens)
+    def note(
+        self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None = None, first: int = 0
+    ) -> None:
+        self._write(tokens, starts, valid)
 
     def noted(self, count: int) -> None:
         self._filled += count
@@ -109,8 +114,8 @@ class PromptLookupDrafter(Drafter):
         if self.history is not None:
             self._room()
             index = torch.arange(self.history.shape[1], device=self.history.device)
-            keep = index < torch.tensor(lengths, device=self.history.device)[:, None]
-            self.history = torch.where(keep, self.history, -1)
+            gone = index >= torch.tensor(lengths, device=self.history.device)[:, None]
+            self.history.masked_fill_(gone, -1)  # where it is: a captured step finds it by its address
 
     def hide(self, row: int, first: int, stays: torch.Tensor) -> None:
         if self.history is not None:

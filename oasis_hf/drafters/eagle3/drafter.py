@@ -162,13 +162,16 @@ class Eagle3Drafter(Drafter):
         self._uncommitted, self._wrote = -1, False
         return [*past.tensors, tapped]
 
-    def note(self, tokens: torch.Tensor, starts: torch.Tensor) -> None:
+    def note(
+        self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None = None, first: int = 0
+    ) -> None:
         assert self.tapped is not None
         wrote, self._wrote = self._wrote and tokens.shape[1] == 1, False
-        self._extend(tokens, self.head.fuse(list(self.tapped[:, :, : tokens.shape[1]])), starts, None, wrote)
+        fused = self.head.fuse(list(self.tapped[:, :, first : first + tokens.shape[1]]))
+        self._extend(tokens, fused, starts, valid, wrote)
 
     def noted(self, count: int) -> None:
-        self._uncommitted = count
+        self._uncommitted = max(self._uncommitted, 0) + count
 
     def _extend(
         self, tokens: torch.Tensor, fused: torch.Tensor, starts: torch.Tensor, real: torch.Tensor | None,

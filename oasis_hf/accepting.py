@@ -1,0 +1,118 @@
+"""Accepting drafts behind a replayed step, by a second CUDA graph: verification where it is greedy, and the commit.
+
+Eagerly a commit is a few launches a layer and draft, most of them for rows that take none. Here the host makes room for
+all drafts that could be accepted, while the device is still busy with the step, and replays; which were, it learns with
+what else it has to be told of the round. Both graphs stand or fall together: this one hangs on the step's.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .choice import greedy
+from .fused import first_line
+from .graphs import Captured
+from .spans import span
+from .text import Chosen, Text, cut
+
+if TYPE_CHECKING:
+    from .cache import OasisCache
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Accepting:
+    """One graph.
+
+    Attributes:
+        counts: `[B]` int64, drafts that each row commits: its input, or what it found out itself.
+        left: `[B]`, ends: `[E]`, its inputs where it verifies; chosen: what came of that, overwritten by every replay;
+            else None.
+        notes: whether the drafter is told in it. graph: None until it is captured.
+    """
+
+    counts: torch.Tensor
+    left: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
+    chosen: Chosen | None = None
+    notes: bool = False
+    graph: Any = None
+
+    def replay(self, counts: torch.Tensor | None) -> None:
+        """counts: `[B]`; None: it finds out itself."""
+        if counts is not None:
+            self.counts.copy_(counts)
+        with span("accept"):
+            self.graph.replay()
+
+    def verified(self, step: Captured, drafts: int, going: torch.Tensor) -> Chosen:
+        """What follows by the highest logit, in rows where `going` `[B]`."""
+        assert self.left is not None and self.ends is not None
+        count = greedy(step.tokens[:, 1 : 1 + drafts], step.output["logits"][:, : 1 + drafts])
+        return cut(*count, self.left, going, self.ends)
+
+    def run(self, cache: "OasisCache", step: Captured, drafts: int) -> Chosen | None:
+        """All of it, on the device alone: what is captured, and what runs once before that."""
+        rows, chosen = cache.state.need_rows(), None
+        if self.left is not None:
+            assert rows.taking is not None
+            chosen = self.verified(step, drafts, rows.taking)
+            self.counts.copy_((chosen.kept - 1).clamp(min=0))
+        cache.append_drafts(0, drafts, self.counts, None)
+        lengths = rows.lengths(cache.device)
+        if step.notes:
+            follow = torch.arange(drafts, device=cache.device) < self.counts[:, None]
+            cache.drafter.note(step.tokens[:, 1 : 1 + drafts], lengths, follow, 1)
+        lengths.add_(self.counts)
+        rows.columns_on(cache.device).add_(self.counts.max())
+        return chosen
+
+    def capture(self, cache: "OasisCache", step: Captured, drafts: int) -> None:
+        """As it is; before that it runs once for no draft, so that libraries set themselves up."""
+        Accepting(torch.zeros_like(self.counts)).run(cache, step, drafts)
+        if self.left is not None:
+            self.verified(step, drafts, self.left > 0)
+        self.notes = step.notes
+        self.graph, self.chosen = cache.graphs.capture(cache.device, lambda: self.run(cache, step, drafts))
+
+
+def accepting(cache: "OasisCache", text: Text, greedily: bool) -> Accepting | None:
+    """The graph that accepts the drafts of the step that just ran, and room for all of them; None: it is to be done
+    eagerly, since the step was.
+
+    Args:
+        greedily: choose by the highest logit and end where `text` says, if that is all there is to it.
+    """
+    memo, graphs = cache.stepper.memo, cache.graphs
+    if graphs.last is None or memo is None or graphs.unaccepted is not None or text.ids.device != cache.device:
+        return None
+    drafts, greedily = memo.tokens.shape[1], greedily and text.plain
+    try:
+        cache.make_room_for(text.ahead(drafts))
+    except (MemoryError, torch.OutOfMemoryError):  # as many as are accepted may find room
+        return None
+    step = graphs.behind(cache)
+    if step is None:
+        return None
+    key = drafts, len(text.ends) if greedily else None
+    with torch.inference_mode(False), torch.no_grad():  # it outlives the call
+        have = step.accepting.get(key)
+        if have is None:
+            counts = torch.zeros(len(text.tokens), dtype=torch.int64, device=cache.device)
+            have = Accepting(counts, text.left.clone(), text.ends.clone()) if greedily else Accepting(counts)
+            try:
+                have.capture(cache, step, drafts)
+            except (RuntimeError, ValueError) as error:
+                graphs.unaccepted = first_line(error)
+                logger.warning("drafts are accepted without a CUDA graph: it could not be captured (%s)", error)
+                return None
+            step.accepting[key] = have
+        if have.left is not None and have.ends is not None:
+            have.left.copy_(text.left)
+            have.ends.copy_(text.ends)
+    return have

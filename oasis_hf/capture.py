@@ -1,0 +1,60 @@
+"""What a few lines launch, as a CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .spans import span
+
+
+def capture(
+    stream: torch.cuda.Stream, pool: Any, device: torch.device, run: Callable[[], Any]
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """What `run` launches as a graph, and what it returned. Nothing of it has run.
+
+    Args:
+        stream: what it is captured on. pool: handle of the memory that it shares with other graphs.
+    """
+    graph = torch.cuda.CUDAGraph()
+    _own_workspaces()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with span("capture"), _nothing_collected(), torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                output = run()
+            except BaseException:
+                # Ended properly if it can be; the first error is the one to tell.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    finally:
+        _own_workspaces()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph, output
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """No collection inside: what it frees may need calls that a capture does not allow."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _own_workspaces() -> None:
+    """cuBLAS keeps a workspace a stream. What is captured gets one of its own, in the graph's memory: no other graph
+    writes over it, and it goes with the graph."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
