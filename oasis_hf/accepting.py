@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .choice import greedy
+from .choice import behind_other, beside, greedy
 from .fused import first_line
 from .graphs import Captured
 from .spans import span
@@ -31,30 +31,43 @@ class Accepting:
 
     Attributes:
         counts: `[B]` int64, drafts that each row commits: its input, or what it found out itself.
+        first: `[B]` likewise, the entry of the tail that stands for a row's first draft; None where there is one only.
         left: `[B]`, ends: `[E]`, its inputs where it verifies; chosen: what came of that, overwritten by every replay;
             else None.
         notes: whether the drafter is told in it. graph: None until it is captured.
     """
 
     counts: torch.Tensor
+    first: torch.Tensor | None = None
     left: torch.Tensor | None = None
     ends: torch.Tensor | None = None
     chosen: Chosen | None = None
     notes: bool = False
     graph: Any = None
 
-    def replay(self, counts: torch.Tensor | None) -> None:
-        """counts: `[B]`; None: it finds out itself."""
-        if counts is not None:
-            self.counts.copy_(counts)
+    def replay(self, told: tuple[torch.Tensor, torch.Tensor | None] | None) -> None:
+        """told: counts and first; None: it finds out itself."""
+        if told is not None:
+            self.counts.copy_(told[0])
+            if self.first is not None and told[1] is not None:
+                self.first.copy_(told[1])
         with span("accept"):
             self.graph.replay()
 
     def verified(self, step: Captured, drafts: int, going: torch.Tensor) -> Chosen:
         """What follows by the highest logit, in rows where `going` `[B]`."""
         assert self.left is not None and self.ends is not None
-        count = greedy(step.tokens[:, 1 : 1 + drafts], step.output["logits"][:, : 1 + drafts])
-        return cut(*count, self.left, going, self.ends)
+        tokens, logits = step.tokens, step.output["logits"]
+        chain, count = greedy(tokens[:, 1 : 1 + drafts], logits[:, : 1 + drafts])
+        right = count - 1
+        if self.first is not None:
+            entry = drafts + 2  # behind the chain's last draft, which nobody verifies
+            others = tokens.shape[1] - entry
+            which, took = beside(chain, count, tokens[:, entry:])
+            after = logits[:, -others:].argmax(-1).gather(1, which[:, None]).squeeze(1)
+            chain, count = behind_other(chain, count, after, took)
+            self.first.copy_(torch.where(took, entry + which, 1))
+        return cut(chain, count, self.left, going, self.ends, right)
 
     def run(self, cache: "OasisCache", step: Captured, drafts: int) -> Chosen | None:
         """All of it, on the device alone: what is captured, and what runs once before that."""
@@ -63,18 +76,20 @@ class Accepting:
             assert rows.taking is not None
             chosen = self.verified(step, drafts, rows.taking)
             self.counts.copy_((chosen.kept - 1).clamp(min=0))
-        cache.append_drafts(0, drafts, self.counts, None)
+        entries = cache.draft_entries(drafts, self.first)
+        cache.append_entries(entries, self.counts, None)
         lengths = rows.lengths(cache.device)
         if step.notes:
             follow = torch.arange(drafts, device=cache.device) < self.counts[:, None]
-            cache.drafter.note(step.tokens[:, 1 : 1 + drafts], lengths, follow, 1)
+            index, tokens = cache.stacked_at(entries, step.tokens)
+            cache.drafter.note(tokens, lengths, follow, index)
         lengths.add_(self.counts)
         rows.columns_on(cache.device).add_(self.counts.max())
         return chosen
 
     def capture(self, cache: "OasisCache", step: Captured, drafts: int) -> None:
         """As it is; before that it runs once for no draft, so that libraries set themselves up."""
-        Accepting(torch.zeros_like(self.counts)).run(cache, step, drafts)
+        Accepting(torch.zeros_like(self.counts), self.first).run(cache, step, drafts)
         if self.left is not None:
             self.verified(step, drafts, self.left > 0)
         self.notes = step.notes
@@ -91,7 +106,7 @@ def accepting(cache: "OasisCache", text: Text, greedily: bool) -> Accepting | No
     memo, graphs = cache.stepper.memo, cache.graphs
     if graphs.last is None or memo is None or graphs.unaccepted is not None or text.ids.device != cache.device:
         return None
-    drafts, greedily = memo.tokens.shape[1], greedily and text.plain
+    drafts, greedily = memo.drafts, greedily and text.plain
     try:
         cache.make_room_for(text.ahead(drafts))
     except (MemoryError, torch.OutOfMemoryError):  # as many as are accepted may find room
@@ -99,12 +114,15 @@ def accepting(cache: "OasisCache", text: Text, greedily: bool) -> Accepting | No
     step = graphs.behind(cache)
     if step is None:
         return None
-    key = drafts, len(text.ends) if greedily else None
+    key = drafts, memo.others, len(text.ends) if greedily else None
     with torch.inference_mode(False), torch.no_grad():  # it outlives the call
         have = step.accepting.get(key)
         if have is None:
             counts = torch.zeros(len(text.tokens), dtype=torch.int64, device=cache.device)
-            have = Accepting(counts, text.left.clone(), text.ends.clone()) if greedily else Accepting(counts)
+            first = torch.ones_like(counts) if memo.others else None
+            have = Accepting(counts, first)
+            if greedily:
+                have.left, have.ends = text.left.clone(), text.ends.clone()
             try:
                 have.capture(cache, step, drafts)
             except (RuntimeError, ValueError) as error:

@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from . import attach, supported
+from .committing import Committing
 from .config import BLOCK, ConfigError, OasisConfig
 from .drafters import Drafter, make_drafter
 from .graphs import StepGraphs
@@ -17,14 +18,14 @@ from .layers import OasisLayer
 from .lookahead import recent_window
 from .padding import Padding
 from .report import Report
-from .room import Room, keeps_buffers
+from .room import keeps_buffers
 from .rows import Rows
 from .sliding import SlidingLayer
 from .state import State
 from .step import Stepper
 
 
-class OasisCache(Report, Padding, Room, Cache):
+class OasisCache(Report, Padding, Committing, Cache):
     """The full KV in host memory, a sparse working set of blocks where the model runs.
 
     ```python
@@ -120,82 +121,6 @@ class OasisCache(Report, Padding, Room, Cache):
         model: Any = self.model
         return model.get_input_embeddings().weight.device
 
-    # -- drafts ---------------------------------------------------------------------------------------------------
-
-    @keeps_buffers
-    def commit(self, path: list[int]) -> None:
-        """Append accepted drafts of the last forward: their K and V become the rows' own.
-
-        Args:
-            path: indices of drafts (0 is the first stacked behind the new token), each following the one before.
-
-        Raises:
-            ValueError: there is no such draft, or it does not follow the one committed last.
-        """
-        tail = self.stepper.tail
-        if tail is None:
-            raise ValueError("There are no drafts to commit: they are gone once another forward or a crop has run.")
-        self.settle()
-        rows = self.state.need_rows()
-        for draft in path:
-            entry = tail.count + draft
-            if not draft >= 0 or entry >= len(tail.parents) or tail.parents[entry] != tail.last:
-                raise ValueError(
-                    f"Draft {draft} does not follow entry {tail.last} of the tail (parents {tail.parents})."
-                )
-            self._make_room(1)
-            starts = rows.lengths(self.device).clone()
-            self.append_drafts(draft, 1, torch.ones_like(starts), rows.tokens)
-            rows.advance(1)
-            tail.last = entry
-            if tail.tokens is not None:
-                self.drafter.observe(tail.tokens[:, entry : entry + 1], starts, None)
-
-    @keeps_buffers
-    def commit_rows(self, counts: torch.Tensor, own: list[int] | None = None) -> None:
-        """Append the first `counts` `[B]` (on the model's device) drafts of the last forward, each row its own number;
-        inside `rows.pacing`. own: the same, if the host knows it; else it waits for the device."""
-        own, tail, rows = counts.tolist() if own is None else own, self.stepper.tail, self.state.need_rows()
-        if any(own):
-            assert tail is not None and tail.tokens is not None
-            self.settle()
-            self._make_room(max(own), own)
-            starts = rows.lengths(self.device).clone()
-            self.append_drafts(0, max(own), counts, rows.tokens)
-            rows.advance_by(own, counts)
-            entries = torch.arange(max(own), device=counts.device)
-            drafts = tail.tokens[:, tail.count : tail.count + max(own)]
-            self.drafter.observe(drafts, starts, entries < counts[:, None])
-        self.stepper.forget()
-
-    @keeps_buffers
-    def committed(self, counts: torch.Tensor, own: list[int], noted: bool) -> None:
-        """The host's part of `commit_rows`, where the device has done its own by itself. noted: the drafter's too."""
-        tail, rows = self.stepper.tail, self.state.need_rows()
-        assert tail is not None and tail.tokens is not None
-        if noted:
-            self.drafter.noted(max(own))
-        elif any(own):
-            starts, entries = rows.lengths(self.device) - counts, torch.arange(max(own), device=counts.device)
-            drafts = tail.tokens[:, tail.count : tail.count + max(own)]
-            self.drafter.observe(drafts, starts, entries < counts[:, None])
-        rows.advance_by(own, None)
-        self.stepper.forget()
-
-    def append_drafts(self, first: int, drafts: int, counts: torch.Tensor, tokens: list[int] | None) -> None:
-        """Of the last forward's `drafts` drafts from `first` on, each row's first `counts` `[B]` to the layers. tokens:
-        the rows' lengths on the host; None: this is the device's work alone, which may be captured."""
-        rows, tail = self.state.need_rows(), self.stepper.tail
-        assert tail is not None
-        starts = rows.lengths(self.device)
-        for place in range(drafts):
-            at = torch.where(counts > place, starts + place, -1)
-            known = None if tokens is None else [n + place for n in tokens]
-            for layer in self.layers:
-                layer.commit(tail.count + first + place, rows.columns + place, at, known)
-        for layer in self.layers:
-            layer.remember_drafts(first, counts)
-
     # -- the contract of transformers -----------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -278,7 +203,7 @@ class OasisCache(Report, Padding, Room, Cache):
         self.stepper.forget()
         if rows is None or index == list(range(len(rows))):
             return
-        self.stepper.ended = None
+        self.stepper.ended, self.stepper.over = None, 0
         self.settle()
         self.graphs.forget()  # what they hold are buffers of other rows
         rows.select(index)

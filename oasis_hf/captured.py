@@ -8,7 +8,7 @@ import torch
 
 from . import ops
 from .config import BLOCK
-from .lookahead import draft_rows
+from .lookahead import most_rows
 from .pipeline import Pipeline
 from .state import State, Step
 from .stats import Counters
@@ -100,7 +100,7 @@ class CapturedSteps:
         assert self.recent is not None
         rows, heads, window, dim = self.recent.shape
         if self.queries is None or self.queries.shape[:2] != (rows, heads):
-            self.queries = self.recent.new_zeros((rows, heads, window + draft_rows(self.state.config), dim))
+            self.queries = self.recent.new_zeros((rows, heads, window + most_rows(self.state.config), dim))
         if self._window is None or self._window.data_ptr() != self.queries.data_ptr():
             self._window = self.queries[:, :, :window]
         if self.recent is not self._window:

@@ -36,6 +36,23 @@ def greedy(drafts: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, to
     return chain, 1 + (chain[:, :-1] == drafts).long().cumprod(1).sum(1)
 
 
+def beside(
+    chain: torch.Tensor, count: torch.Tensor, others: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Where another candidate for the first draft's place is what was chosen there: which of `others` `[B, r]`, and in
+    which rows, both `[B]`."""
+    hit = (others == chain[:, :1]) & (count == 1)[:, None]
+    return hit.long().argmax(1), hit.any(1)
+
+
+def behind_other(
+    chain: torch.Tensor, count: torch.Tensor, token: torch.Tensor, took: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """chain and count with `token` `[B]` behind the other candidate, in rows that `took` `[B]` one."""
+    second = torch.where(took, token, chain[:, 1])
+    return torch.cat((chain[:, :1], second[:, None], chain[:, 2:]), 1), count + took
+
+
 def _drawn(probability: torch.Tensor) -> torch.Tensor:
     """A token `[B]` by probabilities `[B, V]` or multiples of them: what `torch.multinomial` draws, which also reads
     back whether they are any."""
@@ -72,6 +89,22 @@ class Choice:
         """
         scores = self._processed(text, drafts, logits)
         return self._sampled(drafts, scores, drawn_from) if self.do_sample else greedy(drafts, scores)
+
+    def beside(
+        self, text: "Text", chain: torch.Tensor, count: torch.Tensor, others: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `__call__` chose, where another candidate for the first draft's place may have been: what is drawn there
+        without regard to them is any of them with its own probability, and the token behind it is chosen too.
+
+        Args:
+            others: `[B, r]` ids. logits: `[B, r, V]` float32, behind each.
+
+        Returns:
+            chain and count as there, and `[B]` which of the others a row took, -1 for none.
+        """
+        which, took = beside(chain, count, others)
+        token, _ = self.draw(text, chain[:, :1], logits[torch.arange(len(logits), device=logits.device), which])
+        return *behind_other(chain, count, token, took), torch.where(took, which, -1)
 
     def draw(
         self, text: "Text", drafts: torch.Tensor, logits: torch.Tensor

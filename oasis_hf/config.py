@@ -84,6 +84,13 @@ class OasisConfig:
         speculate: return a verified draft's logits without a forward (memoised acceptance). Off: the draft row is
             lookahead only, as in the paper.
         draft_tokens: verified drafts a step when `speculate` is on (one more row is stacked as lookahead).
+        candidates: m, how many of the drafter's likeliest next tokens are stacked side by side, 1 to 4; the chain goes
+            on from the first. They share its weight in the block scores by their probabilities, and with `speculate`
+            any of them is accepted. Of a drafter that is not `several` there is one.
+        verify_up_to: most unfinished rows with which `speculate` verifies drafts; with more of them one draft is
+            stacked and serves lookahead alone. None: always.
+        draft_up_to: most unfinished rows with which drafts are stacked at all; with more of them the last
+            `smooth_queries` queries predict. None: always.
         sliding_slack: tokens beyond the window that a sliding-window layer keeps, so that `crop` can restore them.
         graphs: on CUDA, capture a whole decode step as one CUDA graph and replay it, with prediction and transfer on a
             side stream; steps that can't be captured run eagerly (`cache.graphs.refused` says why).
@@ -112,6 +119,9 @@ class OasisConfig:
     store: str = "host"
     speculate: bool = False
     draft_tokens: int = 1
+    candidates: int = 1
+    verify_up_to: int | None = None
+    draft_up_to: int | None = None
     sliding_slack: int = 64
     graphs: bool = True
     compile_after: int | None = 64
@@ -150,6 +160,13 @@ class OasisConfig:
                 _fail(flag, getattr(self, flag), "True or False")
         _check_int("compile_after", self.compile_after, 0, none_ok=True)
         _check_int("draft_tokens", self.draft_tokens, 1, TAIL - 2)
+        _check_int("candidates", self.candidates, 1, 4)
+        room = TAIL - 1 - self.draft_tokens
+        if self.speculate and self.candidates > room:
+            allowed = f"at most {room} with draft_tokens={self.draft_tokens}, or fewer draft_tokens"
+            _fail("candidates", self.candidates, allowed)
+        _check_int("verify_up_to", self.verify_up_to, 1, none_ok=True)
+        _check_int("draft_up_to", self.draft_up_to, 1, none_ok=True)
         _check_int("sliding_slack", self.sliding_slack, TAIL)
         _check_int("seed", self.seed, 0)
         if self.budget is not None:

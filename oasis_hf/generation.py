@@ -187,21 +187,28 @@ def _round(model: Any, cache: "OasisCache", choose: Choice, text: Text) -> Told:
     out = forward(model, cache, text.last()[:, None])
     memo, device = cache.stepper.memo, text.ids.device
     drafts = text.ids[:, :0] if memo is None else memo.tokens.to(device)
-    behind = accepting(cache, text, choose.greedily)
+    behind, eagerly = accepting(cache, text, choose.greedily), None
     chosen = None if behind is None else behind.chosen
     if chosen is None:
         logits = [out.logits[:, -1:], *(() if memo is None else memo.logits)]
         scores = torch.cat([one.to(device, torch.float32) for one in logits], 1)
-        chosen = text.cut(*choose(text, drafts, scores))
-        counts = (chosen.kept - 1).clamp(min=0).to(cache.device)
+        chain, count = choose(text, drafts, scores)
+        right, first = count - 1, None
+        if memo is not None and memo.others:
+            others, after, entry = memo.rivals
+            others, after = others.to(device), after.to(device, torch.float32)
+            chain, count, which = choose.beside(text, chain, count, others, after)
+            first = torch.where(which < 0, 1, entry + which).to(cache.device)
+        chosen = text.cut(chain, count, right)
+        eagerly = (chosen.kept - 1).clamp(min=0).to(cache.device), first
     if behind is not None:
-        behind.replay(None if behind.chosen is chosen else counts)
+        behind.replay(eagerly)
     told = text.put(chosen)
     own = [max(kept - 1, 0) for kept in told.kept]
-    if behind is None:
-        cache.commit_rows(counts, own)
-    else:
-        cache.committed(behind.counts, own, behind.notes)
+    if behind is not None:
+        cache.committed(behind.counts, own, behind.first, behind.notes)
+    elif eagerly is not None:
+        cache.commit_rows(eagerly[0], own, eagerly[1])
     _remember_rate(cache, told, drafts.shape[1])
     return told
 
@@ -215,10 +222,10 @@ def _stream(told: Told, streamer: Any) -> None:
 
 def _remember_rate(cache: "OasisCache", told: Told, drafts: int) -> None:
     """How often a verified draft was the next input, of rows that took a step: it weighs the drafts' queries."""
-    count = [count for count, kept in zip(told.count, told.kept) if kept]
-    tried = sum(min(one, drafts) for one in count)
+    right = [right for right, kept in zip(told.right, told.kept) if kept]
+    tried = sum(min(one + 1, drafts) for one in right)
     if tried:
-        cache.stepper.note_accepted(sum(one - 1 for one in count), tried)
+        cache.stepper.note_accepted(sum(right), tried)
 
 
 def _refuse(config: Any, processors: Any, model_kwargs: dict[str, Any], assistant: Any, synced_gpus: bool) -> None:

@@ -14,6 +14,7 @@ from .state import State, Step
 from .stats import Counters
 from .store import BlockStore
 from .summaries import Summaries
+from .tail import Entry, at_entry
 from .working_set import WorkingSet
 
 
@@ -179,11 +180,11 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
             self._fetch("fetched", queries, step.weights.to(keys.device), after, self.state.cap)
         return out
 
-    def _append(self, entry: int, lengths: torch.Tensor, tokens: list[int] | None, age: torch.Tensor) -> None:
+    def _append(self, entry: Entry, lengths: torch.Tensor, tokens: list[int] | None, age: torch.Tensor) -> None:
         """Tail entry to the open block and its page; a block it fills is summarised. `tokens` are `lengths`, known to
         the host (None: they are not), so that steps in which nothing opens or closes skip that work."""
         config = self.state.config
-        keys, values = self.working_set.keys[:, :, entry], self.working_set.values[:, :, entry]
+        keys, values = at_entry(self.working_set.keys, entry), at_entry(self.working_set.values, entry)
         opens = tokens is None or any(n % BLOCK == 0 for n in tokens)
         if opens and config.lookahead == "none" and (config.sink_blocks or config.recent_blocks):
             # No selection keeps them young here.
@@ -272,19 +273,24 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
         self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
         self.counters.add(why, (plan_block >= 0).sum((0, 2)))
 
-    def commit(self, entry: int, position: int, lengths: torch.Tensor, tokens: list[int] | None) -> None:
+    def commit(self, entry: Entry, position: int, lengths: torch.Tensor, tokens: list[int] | None) -> None:
         """A tail entry is accepted in rows where `lengths` `[B]` is not negative: append it there. `tokens` are the
         rows' lengths on the host, None where it does not know them."""
+        entry = entry if isinstance(entry, int) else entry.to(self.device)
         # As old as what the step itself appended: the slot of a predicted block, which may come late, is not taken.
         self._append(entry, lengths.to(self.device), tokens, self.state.clock(self.device, 1))
 
-    def remember_drafts(self, first: int, counts: torch.Tensor) -> None:
-        """The queries of drafts `first` and on of the last step, so many of each row's as `counts` `[B]` says, are its
-        latest ones. Where a captured step finds them they stay."""
-        if self.draft_queries is None or first >= self.draft_queries.shape[2]:
+    def remember_drafts(self, entries: list[Entry], counts: torch.Tensor) -> None:
+        """The queries of these entries of the last step, so many of each row's as `counts` `[B]` says, are its latest
+        ones. Where a captured step finds them they stay."""
+        first = entries[0]
+        if self.draft_queries is None or not self.draft_queries.shape[2] or (isinstance(first, int) and first == 0):
             return
         assert self.recent is not None
-        queries = torch.cat((self.recent, self.draft_queries[:, :, first:]), 2)
+        if isinstance(first, torch.Tensor):
+            counts = (counts - (first == 0).long()).clamp(min=0)  # the step's own token is remembered in it
+        drafts = [one - 1 if isinstance(one, int) else (one.to(self.device) - 1).clamp(min=0) for one in entries]
+        queries = torch.cat((self.recent, *(at_entry(self.draft_queries, one).unsqueeze(2) for one in drafts)), 2)
         at = counts.to(self.device)[:, None] + torch.arange(self.state.window, device=self.device)
         self.recent.copy_(queries.gather(2, at[:, None, :, None].expand_as(self.recent)))
 

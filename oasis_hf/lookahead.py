@@ -12,6 +12,7 @@ from .config import OasisConfig
 def recent_window(config: OasisConfig, drafted: bool = False) -> int:
     """W, how many committed tokens' queries a layer keeps: what is averaged, or fallen back on without a draft.
     drafted: there is always one in every row; the latest query is kept for steps that may not stack it."""
+    drafted = drafted and config.draft_up_to is None
     kept = config.lookahead == "smoothed" or (config.lookahead in ("draft", "oracle") and not drafted)
     return config.smooth_queries if kept else 1
 
@@ -26,9 +27,15 @@ def predicts_blocks(config: OasisConfig) -> bool:
     return config.lookahead not in ("none", "on_demand")
 
 
-def draft_rows(config: OasisConfig) -> int:
-    """Rows stacked behind the new token: verified drafts, and one more that is lookahead only."""
-    return config.draft_tokens + 1 if config.speculate else 1
+def draft_rows(config: OasisConfig, verifies: bool = True) -> int:
+    """Rows of the chain behind the new token: verified drafts, and one more that is lookahead only. verifies: False
+    where `speculate` is off for now."""
+    return config.draft_tokens + 1 if config.speculate and verifies else 1
+
+
+def most_rows(config: OasisConfig) -> int:
+    """Rows that a step stacks behind its new token at most."""
+    return draft_rows(config) + config.candidates - 1
 
 
 def next_input_probabilities(drafts: int, acceptance: float) -> list[float]:
@@ -41,21 +48,29 @@ def next_input_probabilities(drafts: int, acceptance: float) -> list[float]:
 
 
 def query_weights(
-    config: OasisConfig, window: int, drafts: int, acceptance: float, count: int = 1
+    config: OasisConfig,
+    window: int,
+    drafts: int,
+    acceptance: float,
+    count: int = 1,
+    others: int = 0,
+    shed: bool = False,
 ) -> list[list[float]]:
-    """Two lists of weights of the recent queries (oldest first) and the drafts' in the block score, `window + drafts`
-    each: for rows that have a draft, and for those that fall back on recent queries.
+    """Two lists of weights of the recent queries (oldest first) and the drafts' in the block score, `window + drafts +
+    others` each: for rows that have a draft, and for those that fall back on recent queries.
 
     Args:
+        drafts: rows of the chain. others: further candidates for its first place: `row_weights` gives them their share.
         acceptance: running rate at which verified drafts are the next input.
+        shed: there are no drafts because there are too many rows (`draft_up_to`).
         count: tokens that the step commits; where they are several, the caller's own candidates, which of them stays
             is not known yet, so all of them (the latest W) count alike.
     """
     kind = config.lookahead
-    nothing = [0.0] * drafts
+    nothing = [0.0] * (drafts + others)
     latest = [0.0] * (window - 1) + [1.0]
     smoothed = [1 / window] * window
-    ahead = next_input_probabilities(drafts, acceptance) if drafts else []
+    ahead = [*next_input_probabilities(drafts, acceptance), *[0.0] * others] if drafts else []
     if count > 1:
         new = min(count, window)
         with_draft = without = [0.0] * (window - new) + [1 / new] * new + nothing
@@ -66,14 +81,40 @@ def query_weights(
     elif kind in ("draft", "oracle"):
         with_draft = [0.0] * window + ahead
         # A drafter that proposes nothing: the current query predicts.
-        without = smoothed + nothing if drafts else latest
+        without = smoothed + nothing if drafts or shed else latest
     else:
         with_draft = without = smoothed + nothing
     return [with_draft if drafts else without, without]
 
 
-def row_weights(pair: torch.Tensor, found: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """Each row's weights `[rows, W + drafts]`. pair: `query_weights` as a tensor; found: `[rows]` bool, rows that have
-    a draft, None: no row."""
+def row_weights(
+    pair: torch.Tensor, found: torch.Tensor | None, rows: int, probabilities: torch.Tensor | None = None,
+    window: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """Each row's weights `[rows, W + drafts + others]`; all on the device.
+
+    Args:
+        pair: `query_weights` as a tensor. found: `[rows]` bool, rows that have a draft, None: no row.
+        probabilities: `[rows, 1 + others]` of the chain's first draft and of the others, which share what the first
+            place weighs. window: W.
+    """
     without = pair[1].expand(rows, -1)
-    return without.contiguous() if found is None else torch.where(found[:, None], pair[0], without)
+    if found is None:
+        return without.contiguous()
+    drafted = pair[0] if probabilities is None else _shared(pair[0], probabilities, window)
+    return torch.where(found[:, None], drafted, without)
+
+
+def _shared(weights: torch.Tensor, probabilities: torch.Tensor, window: int) -> torch.Tensor:
+    """`weights` `[W + drafts + others]` for each row, the first place's shared out among its candidates. Where the
+    first of them is accepted the next input lies further on, which the places behind it weigh: so its own share is what
+    its probability exceeds that rate by."""
+    ahead = weights[window:]
+    chain = ahead.shape[0] - probabilities.shape[1] + 1
+    least = torch.finfo(torch.float32).tiny
+    accepted = 1 - ahead[0] / ahead.sum().clamp(min=least)
+    first = (probabilities[:, :1] - accepted).clamp(min=least)  # something is left to divide by
+    own = torch.cat((first, probabilities[:, 1:]), 1)
+    share = ahead[0] * own / own.sum(1, keepdim=True)
+    kept, behind = (part.expand(len(share), -1) for part in (weights[:window], ahead[1:chain]))
+    return torch.cat((kept, share[:, :1], behind, share[:, 1:]), 1)

@@ -114,7 +114,11 @@ class Report:
         line += f"{state.config.lookahead} by drafter {self.drafter.name}; {stepper.forwards:,} forwards"
         if stepper.passes:
             line += f", {stepper.passed / stepper.passes:.2f} tokens a verified row"
-        return line + (f", {stepper.skipped:,} skipped by accepted drafts" if stepper.skipped else "")
+        told = {
+            "skipped by accepted drafts": stepper.skipped, "with too many rows to verify drafts": stepper.unverified,
+            "with too many rows to stack drafts": stepper.undrafted,
+        }  # fmt: skip
+        return line + "".join(f", {count:,} {what}" for what, count in told.items() if count)
 
     def watch(self, layer: int = 0) -> None:
         """From now on keep which blocks are resident in one sparse layer (row 0) after each decode step, for `plot`."""

@@ -80,10 +80,7 @@ class Rows:
         """Inside, steps may leave rows out, and rows may take several tokens each of their own number. The columns
         that come are then packed: every row's real ones first."""
         first, before = self.columns, list(self.tokens)
-        if self._pace is None or self._pace.shape != (len(self),) or self._pace.device != device:
-            with torch.inference_mode(False):
-                self._pace = torch.ones(len(self), dtype=torch.bool, device=device)
-        self.taking = self._pace.fill_(True)
+        self.taking = self._pacer(device).fill_(True)
         try:
             yield
         finally:
@@ -92,6 +89,33 @@ class Rows:
             packed = torch.arange(max(new)) < torch.tensor(new)[:, None]
             self._set_valid(torch.cat((self.valid[:, :first], packed), 1))
             self.resync()
+
+    @contextlib.contextmanager
+    def in_part(self, known: list[bool], device: torch.device) -> Iterator[None]:
+        """Inside one step, of one token, leaves rows out that are `known`: they are given theirs by `append_ahead`. All
+        rows have one column more behind it."""
+        first = self.columns
+        self.taking, self.takes = self._pacer(device), [not one for one in known]
+        self.taking.copy_(torch.tensor(self.takes))
+        try:
+            yield
+        finally:
+            self.taking, self.takes = None, [True] * len(self)
+            if self.columns > first:
+                self._room[:, first] = True
+
+    def append_ahead(self, takes: list[bool], on_device: torch.Tensor) -> None:
+        """A token more where a row `takes` one, and no column: that is the step's. on_device: `[B]` int64, the same."""
+        self.tokens = [n + new for n, new in zip(self.tokens, takes)]
+        for known in self._device.values():
+            known.add_(on_device.to(known.device))
+
+    def _pacer(self, device: torch.device) -> torch.Tensor:
+        """`taking`: the same tensor, which captured steps know by its address, while rows and device are the same."""
+        if self._pace is None or self._pace.shape != (len(self),) or self._pace.device != device:
+            with torch.inference_mode(False):
+                self._pace = torch.ones(len(self), dtype=torch.bool, device=device)
+        return self._pace
 
     def leave_out(self, takes: torch.Tensor, known: list[bool] | None = None) -> None:
         """From here on only rows where `takes` `[B]` (on the device) take tokens; in `pacing`. known: the same, if the

@@ -9,6 +9,7 @@ from .attention import dense_attention
 from .config import TAIL
 from .ops.reference import masked_attention
 from .state import State, Step
+from .tail import Entry, at_entry
 
 
 class SlidingLayer(CacheLayerMixin):
@@ -151,16 +152,17 @@ class SlidingLayer(CacheLayerMixin):
         """All that a captured step touches here."""
         return [self.ring_keys, self.ring_values, self.real]
 
-    def commit(self, entry: int, position: int, lengths: torch.Tensor, tokens: list[int] | None) -> None:
+    def commit(self, entry: Entry, position: int, lengths: torch.Tensor, tokens: list[int] | None) -> None:
         """A tail entry that stands `entry` columns behind the step's first is accepted at column `position`, in every
         row."""
-        if self._tail_start + entry != position:
-            source, target = (self._tail_start + entry) % self.size, position % self.size
-            self.ring_keys[:, :, target] = self.ring_keys[:, :, source]
-            self.ring_values[:, :, target] = self.ring_values[:, :, source]
-        self.real[:, position % self.size] = True
+        target = position % self.size
+        if isinstance(entry, torch.Tensor) or self._tail_start + entry != position:
+            source = (self._tail_start + (entry if isinstance(entry, int) else entry.to(self.device))) % self.size
+            for ring in (self.ring_keys, self.ring_values):
+                ring[:, :, target] = at_entry(ring, source)
+        self.real[:, target] = True
 
-    def remember_drafts(self, first: int, counts: torch.Tensor) -> None:
+    def remember_drafts(self, entries: list[Entry], counts: torch.Tensor) -> None:
         """No queries are kept."""
 
     def prepare(self, count: int) -> None:

@@ -6,7 +6,6 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,29 +13,18 @@ import torch
 from . import attach, supported
 from .config import TAIL
 from .lookahead import draft_rows, predicts_blocks, query_weights, row_weights, wants_drafts
+from .memo import Memo
 from .progress import prefill_bar
 from .reach import Reach
+from .recall import Recall
 from .state import Step
 from .tail import Tail
 
 if TYPE_CHECKING:
     from .cache import OasisCache
 
-_RATE = 0.05  # weight of the newest outcome in the running acceptance rate
 
-
-@dataclass
-class Memo:
-    """Verified rows of the last forward. tokens: `[B, k]` drafts; logits: k of `[B, 1, V]`; output: the type that the
-    model returned; used: how many were taken."""
-
-    tokens: torch.Tensor
-    logits: list[torch.Tensor]
-    output: Callable[..., Any]
-    used: int = 0
-
-
-class Stepper:
+class Stepper(Recall):
     """Runs a cache's forwards.
 
     Attributes:
@@ -44,7 +32,10 @@ class Stepper:
         recording: None; "armed" after `activate_past_recording` (the next forward is the prompt's); "on" (a
             several-token forward is the caller's own verification).
         forced: mode set by `cache.mode(...)`, or None.
-        skipped: forwards saved by memoised acceptance. passes, passed: how often a row of `oasis_hf.generate` was
+        over: rows known to have ended. load: unfinished rows of the call under way. unverified, undrafted: forwards
+            whose drafts were not verified, or not stacked, because of it.
+        skipped: forwards saved by memoised acceptance. left_out: how often a row was, because its token was known while
+            others needed a forward. passes, passed: how often a row of `oasis_hf.generate` was
             verified, and how many tokens it got of that, a pass's own included.
         ends, pad: ids that end a row and that it is fed after its end, as the running generate call has them.
     """
@@ -56,11 +47,13 @@ class Stepper:
         self.forced: str | None = None
         self.memo: Memo | None = None
         self.tail: Tail | None = None
+        self.waits: list[bool] | None = None
         self.ended: torch.Tensor | None = None
         self.ends: tuple[int, ...] = ()
         self.pad: int | None = None
-        self.skipped = self.forwards = self.passes = self.passed = 0
-        self._pairs: dict[int, tuple[list[list[float]], torch.Tensor]] = {}
+        self.skipped = self.left_out = self.forwards = self.passes = self.passed = 0
+        self.over = self.load = self.unverified = self.undrafted = 0
+        self._pairs: dict[tuple[int, int], tuple[list[list[float]], torch.Tensor]] = {}
         self.warned = False
         self.reach = Reach(cache.model, supported.text_config(cache.model))
 
@@ -72,7 +65,7 @@ class Stepper:
 
     def forget(self) -> None:
         """Rows or lengths changed under the memo and the tail."""
-        self.memo = self.tail = None
+        self.memo = self.tail = self.waits = None
 
     # -- entry --------------------------------------------------------------------------------------------------------
 
@@ -164,7 +157,7 @@ class Stepper:
         state.mark_dirty(step.starts)
         rows.extend(torch.ones((len(rows), count), dtype=torch.bool) if valid is None else valid)
         cache.drafter.observe(call.get("input_ids"), starts, valid)
-        self.ended = None
+        self.ended, self.over = None, 0
         return out
 
     def _forward(self, inner: Callable[..., Any], call: dict[str, Any], step: Step) -> Any:
@@ -181,13 +174,32 @@ class Stepper:
     def _decode(
         self, inner: Callable[..., Any], call: dict[str, Any], name: str, keeps_logits: bool, mode: str, count: int
     ) -> Any:
-        cache, state = self.cache, self.cache.state
-        config, rows = state.config, state.need_rows()
-        ids = call.get("input_ids")
-        if config.speculate and ids is not None and count == 1:
-            remembered = self._recall(ids, call, name)
+        ids, config = call.get("input_ids"), self.cache.state.config
+        run = functools.partial(self._step, inner, name=name, keeps_logits=keeps_logits, mode=mode, count=count)
+        ended = None
+        if ids is not None and count == 1 and (config.speculate or config.draft_up_to is not None):
+            ended = self._note_ended(ids[:, 0])
+            remembered = self._recall(ids, ended, call, name, run if mode == "decode" else None)
             if remembered is not None:
                 return remembered
+        self.load = self._unfinished(ended)
+        return run(call)
+
+    def _unfinished(self, ended: torch.Tensor | None) -> int:
+        """Rows that go on. Read from the device only where it may turn on what so many rows have turned off."""
+        config, rows = self.cache.state.config, self.cache.state.need_rows()
+        if rows.taking is not None:
+            return sum(rows.takes)
+        limits = [most for most in (config.verify_up_to, config.draft_up_to) if most is not None]
+        if ended is not None and limits and len(rows) - self.over > min(limits):
+            self.over = int(ended.sum())
+        return len(rows) - self.over
+
+    def _step(
+        self, inner: Callable[..., Any], call: dict[str, Any], name: str, keeps_logits: bool, mode: str, count: int
+    ) -> Any:
+        cache, state = self.cache, self.cache.state
+        config, rows, ids = state.config, state.need_rows(), call.get("input_ids")
         self.forget()
         state.tick()
         if state.first_due:
@@ -196,21 +208,30 @@ class Stepper:
 
         positions = self._positions(call, count)
         may_draft = ids is not None and self._may_draft(mode, positions, call)
+        verifies = config.verify_up_to is None or self.load <= config.verify_up_to
+        shed = config.draft_up_to is not None and self.load > config.draft_up_to
+        if may_draft:
+            self.undrafted += shed
+            self.unverified += config.speculate and not verifies and not shed
+            # Drafts that nobody verifies serve prediction only.
+            may_draft = not shed and (verifies or state.grows_sparse)
+        chain = draft_rows(config, verifies) if may_draft else 0
+        others = config.candidates - 1 if may_draft and cache.drafter.several else 0
         step = Step(
-            mode, state.number, count, list(rows.tokens), rows.columns, draft_rows(config) if may_draft else 0,
+            mode, state.number, count, list(rows.tokens), rows.columns, chain + others,
             predicts=state.grows_sparse and predicts_blocks(config),
             on_demand=config.lookahead == "on_demand" and state.grows_sparse, taking=rows.taking,
         )  # fmt: skip
-        step.tail = self.tail = Tail.chain(ids, positions, count, step.drafts)
+        step.tail = self.tail = Tail.chain(ids, positions, count, chain, others)
         call = dict(call, attention_mask=None)
         if positions is not None:
             call["position_ids"] = positions
-        verified = config.draft_tokens if config.speculate and step.drafts else 0
+        verified = chain - 1 if config.speculate and verifies and chain else 0
         device = cache.device
         lengths = rows.lengths(device)
         step.held = None if ids is None else cache.drafter.hold(lengths, count)
-        step.pair = self._pair(count, step.drafts, device) if step.predicts else None
-        stack = functools.partial(self._stack, keeps=1 + verified if keeps_logits else None)
+        step.pair = self._pair(count, chain, others, shed, device) if step.predicts else None
+        stack = functools.partial(self._stack, chain=chain, verified=verified, keeps_logits=keeps_logits)
         if step.held is None:
             call = stack(call, step)
 
@@ -241,28 +262,42 @@ class Stepper:
             return out
         if verified and self.tail.tokens is not None:
             logits = out["logits"] if not isinstance(out, tuple) else out[0]
-            kept = [logits[:, i : i + 1] for i in range(1, 1 + verified)]
-            self.memo = Memo(self.tail.tokens[:, 1 : 1 + verified], kept, type(out))
-        return _first_rows(out, count, count + step.drafts, 1 + verified)
+            if others and not keeps_logits:  # the lookahead row is none of them
+                logits = torch.cat((logits[:, : 1 + verified], logits[:, 1 + chain :]), 1)
+            self.memo = Memo(self.tail, verified, others, logits, type(out))
+        return _first_rows(out, count, count + step.drafts, 1 + verified + (others if verified else 0))
 
-    def _stack(self, call: dict[str, Any], step: Step, keeps: int | None) -> dict[str, Any]:
+    def _stack(self, call: dict[str, Any], step: Step, chain: int, verified: int, keeps_logits: bool) -> dict[str, Any]:
         """The call with its drafts stacked behind its tokens, and what each query of the step counts; on the device
-        alone, if the drafter is. keeps: rows of logits to ask for."""
-        cache, tail, found = self.cache, step.tail, None
+        alone, if the drafter is. chain: how many drafts follow each other, of which the first `verified` are verified;
+        the step's others stand beside the first. keeps_logits: whether the model can be asked for logits."""
+        cache, tail, found, probabilities = self.cache, step.tail, None, None
         assert tail is not None
         if step.drafts:
+            others = step.drafts - chain
             ids, positions = call["input_ids"], call["position_ids"]
             lengths = cache.state.need_rows().lengths(ids.device)
-            draft = cache.drafter.propose(ids[:, 0], lengths, step.drafts)
+            ahead = torch.arange(1, chain + 1, device=positions.device)
+            kept = torch.arange(1 + verified, device=cache.device)
+            if others:
+                draft = cache.drafter.propose_several(ids[:, 0], lengths, chain, others)
+                assert draft.others is not None
+                probabilities = draft.probabilities
+                ahead = torch.cat((ahead, ahead[:1].expand(others)))
+                beside = torch.arange(1 + chain, 1 + step.drafts, device=cache.device)
+                kept = torch.cat((kept, beside)) if verified else kept
+                tail.tokens = torch.cat((ids, draft.tokens, draft.others), 1)
+            else:
+                draft = cache.drafter.propose(ids[:, 0], lengths, chain)
+                tail.tokens = torch.cat((ids, draft.tokens), 1)
             found = draft.found
-            ahead = torch.arange(1, step.drafts + 1, device=positions.device)
-            tail.tokens = torch.cat((ids, draft.tokens), 1)
             tail.positions = torch.cat((positions, positions[..., -1:] + ahead), -1)
             call = dict(call, input_ids=tail.tokens, position_ids=tail.positions)
-            if keeps is not None:
-                call["logits_to_keep"] = torch.arange(keeps, device=cache.device)
+            if keeps_logits:
+                call["logits_to_keep"] = kept
         if step.pair is not None:
-            step.weights = row_weights(step.pair, found, len(cache.state.need_rows()))
+            rows = len(cache.state.need_rows())
+            step.weights = row_weights(step.pair, found, rows, probabilities, cache.state.window)
         return call
 
     def _positions(self, call: dict[str, Any], count: int) -> torch.Tensor | None:
@@ -273,7 +308,8 @@ class Stepper:
             positions = torch.arange(columns, columns + count, device=self.cache.device).unsqueeze(0)
         return positions
 
-    def _may_draft(self, mode: str, positions: torch.Tensor | None, call: dict[str, Any]) -> bool:
+    def _may_draft(self, mode: str, positions: torch.Tensor | None, call: dict[str, Any], ahead: int = 0) -> bool:
+        """Whether drafts may be stacked behind tokens at these positions, or `ahead` further on."""
         cache, config = self.cache, self.cache.state.config
         if mode != "decode" or not cache.drafter.proposes or not wants_drafts(config):
             return False
@@ -283,7 +319,7 @@ class Stepper:
         if positions is None:
             return False
         rows = cache.state.need_rows()
-        if self.reach.holds(rows.columns + 1, max(rows.tokens) + 1, draft_rows(config)):
+        if self.reach.holds(rows.columns + 1 + ahead, max(rows.tokens) + 1 + ahead, draft_rows(config)):
             return True
         if self.reach.dynamic and not self.warned:
             self.warned = True
@@ -294,56 +330,19 @@ class Stepper:
             )
         return False
 
-    def _pair(self, count: int, drafts: int, device: torch.device) -> torch.Tensor:
+    def _pair(self, count: int, chain: int, others: int, shed: bool, device: torch.device) -> torch.Tensor:
         """`query_weights` on the device `[2, W + drafts]`, in memory that stays while only their values change."""
         state = self.cache.state
-        values = query_weights(state.config, state.window, drafts, self.acceptance, count)
-        have = self._pairs.get(drafts)
+        values = query_weights(state.config, state.window, chain, self.acceptance, count, others, shed)
+        have = self._pairs.get((chain, others))
         if have is None or have[1].device != device:
-            have = self._pairs[drafts] = ([], torch.empty((2, state.window + drafts), device=device))
+            room = torch.empty((2, state.window + chain + others), device=device)
+            have = self._pairs[chain, others] = ([], room)
         if have[0] != values:
             told = torch.tensor(values)
             have[1].copy_(told.pin_memory() if device.type == "cuda" else told, non_blocking=True)
             have[0][:] = values
         return have[1]
-
-    def note_accepted(self, accepted: int, tried: int) -> None:
-        """Of `tried` verified drafts so many were the next input."""
-        self.acceptance += _RATE * (accepted / tried - self.acceptance)
-
-    # -- memoised acceptance ------------------------------------------------------------------------------------------
-
-    def _recall(self, ids: torch.Tensor, call: dict[str, Any], name: str) -> Any:
-        """The remembered row, if every unfinished row's input is its draft: no forward. Reads one bool."""
-        memo = self.memo
-        token = ids[:, 0]
-        ended = self._note_ended(token)
-        if memo is None or memo.used >= memo.tokens.shape[1] or call.get("output_hidden_states"):
-            return None
-        matched = memo.tokens[:, memo.used] == token
-        hit = bool((matched if ended is None else matched | ended).all())
-        self.note_accepted(int(hit), 1)
-        if not hit:
-            return None
-        assert self.tail is not None
-        self.cache.commit([memo.used])
-        logits, memo.used = memo.logits[memo.used], memo.used + 1
-        self.skipped += 1
-        if memo.output is tuple:
-            return (logits, self.cache)
-        return memo.output(**{"logits": logits, name: self.cache})
-
-    def _note_ended(self, token: torch.Tensor) -> torch.Tensor | None:
-        """Rows that generate feeds padding after their end `[B]` bool; None where that can't be told (a hand-written
-        loop, no end id, one row)."""
-        if not self.ends or self.pad is None or len(token) == 1:
-            return None
-        is_end = torch.zeros_like(token, dtype=torch.bool)
-        for end in self.ends:
-            is_end = is_end | (token == end)
-        fed_padding = torch.zeros_like(is_end) if self.ended is None else self.ended & (token == self.pad)
-        self.ended = is_end | fed_padding
-        return fed_padding
 
 
 def _refuse(call: dict[str, Any], model: Any) -> None:

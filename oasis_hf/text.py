@@ -18,13 +18,13 @@ class Chosen:
     """What follows in each row, on the device.
 
     Attributes:
-        chain: `[B, n]` ids. count: `[B]`, how many of them are chosen, all but the last of these drafts.
+        chain: `[B, n]` ids. right: `[B]`, how many drafts of the drafter's chain were right.
         kept: `[B]`, how many follow: none where the row has ended, and none behind what ends it. ended: `[B]` bool, one
             of those does.
     """
 
     chain: torch.Tensor
-    count: torch.Tensor
+    right: torch.Tensor
     kept: torch.Tensor
     ended: torch.Tensor
 
@@ -34,28 +34,30 @@ class Told:
     """The same, as the host knows it."""
 
     chain: list[list[int]]
-    count: list[int]
+    right: list[int]
     kept: list[int]
 
 
 def cut(
-    chain: torch.Tensor, count: torch.Tensor, left: torch.Tensor, going: torch.Tensor, ends: torch.Tensor
-) -> Chosen:
+    chain: torch.Tensor, count: torch.Tensor, left: torch.Tensor, going: torch.Tensor, ends: torch.Tensor,
+    right: torch.Tensor | None = None,
+) -> Chosen:  # fmt: skip
     """A row's first `count` `[B]` of `chain` `[B, n]`, up to the first that ends it; work of the device alone.
 
     Args:
         left: `[B]`, how many tokens a row may still get. going: `[B]` bool, rows that have not ended. ends: `[E]` ids.
+        right: as `Chosen` has it; None: all but the last of what is chosen.
     """
     place = torch.arange(chain.shape[1], device=chain.device)
     stops = (chain[..., None] == ends).any(2) | (place + 1 >= left[:, None])
-    return _cut(chain, count, stops, (place < count[:, None]) & going[:, None])
+    return _cut(chain, count - 1 if right is None else right, stops, (place < count[:, None]) & going[:, None])
 
 
-def _cut(chain: torch.Tensor, count: torch.Tensor, stops: torch.Tensor, follows: torch.Tensor) -> Chosen:
+def _cut(chain: torch.Tensor, right: torch.Tensor, stops: torch.Tensor, follows: torch.Tensor) -> Chosen:
     """stops: `[B, n]` bool, tokens that end a row. follows: `[B, n]` bool, the chosen ones of rows that go on."""
     stops = stops & follows
     ended = stops.any(1)
-    return Chosen(chain, count, torch.where(ended, stops.long().argmax(1) + 1, follows.sum(1)), ended)
+    return Chosen(chain, right, torch.where(ended, stops.long().argmax(1) + 1, follows.sum(1)), ended)
 
 
 class Text:
@@ -105,14 +107,15 @@ class Text:
         for length in sorted({n + k for n in known for k in range(drafts.shape[1] + 1)}):
             yield length - self.lengths, ids[:, :length]
 
-    def cut(self, chain: torch.Tensor, count: torch.Tensor) -> Chosen:
-        """A row's first `count` `[B]` of `chain` `[B, n]`, up to the first that ends it."""
+    def cut(self, chain: torch.Tensor, count: torch.Tensor, right: torch.Tensor | None = None) -> Chosen:
+        """A row's first `count` `[B]` of `chain` `[B, n]`, up to the first that ends it. right: as `Chosen` has it."""
+        right = count - 1 if right is None else right
         if self.plain:
-            return cut(chain, count, self.left, ~self.done, self.ends)
+            return cut(chain, count, self.left, ~self.done, self.ends, right)
         place = torch.arange(chain.shape[1], device=chain.device)
         follows = (place < count[:, None]) & ~self.done[:, None]
         self._write(chain, follows)
-        return _cut(chain, count, self._asked(count.tolist(), follows), follows)
+        return _cut(chain, right, self._asked(count.tolist(), follows), follows)
 
     def put(self, chosen: Chosen) -> Told:
         """What is chosen follows. This is where the host waits for the device, once a round: `Told` came in one
@@ -120,7 +123,7 @@ class Text:
         chain, kept = chosen.chain, chosen.kept
         self._write(chain, torch.arange(chain.shape[1], device=chain.device) < kept[:, None])
         self.lengths, self.done = self.lengths + kept, self.done | chosen.ended
-        told = torch.cat((torch.stack((chosen.count, kept, chosen.ended.long()), 1), chain), 1).tolist()
+        told = torch.cat((torch.stack((chosen.right, kept, chosen.ended.long()), 1), chain), 1).tolist()
         self.tokens = [n + row[1] for n, row in zip(self.tokens, told)]
         self.going = [going and not row[2] for going, row in zip(self.going, told)]
         return Told([row[3:] for row in told], [row[0] for row in told], [row[1] for row in told])

@@ -9,6 +9,7 @@ from .config import BLOCK, TAIL
 from .ops import cuda
 from .ops.reference import evict_key
 from .stats import Counters
+from .tail import Entry, at_entry
 
 Plan = tuple[torch.Tensor, torch.Tensor]
 """Blocks, -1 for none, and the slots they go to: `[B, H, C]` each."""
@@ -78,13 +79,13 @@ class WorkingSet:
         return ops.attend(query, self.keys, self.values, self.table, lengths, tail_mask, scaling, sinks)
 
     def append_from_tail(
-        self, entry: int, lengths: torch.Tensor, step: torch.Tensor, may_open: bool = True
+        self, entry: Entry, lengths: torch.Tensor, step: torch.Tensor, may_open: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tail entry -> open block, where `lengths` is not negative. Returns slot `[B, H]` and wasted `[B, H]`: an
         evicted block nobody attended to."""
         slot, evicted = ops.append(
             self.keys, self.values, self.table, self.last_selected, lengths, self.order,
-            self.keys[:, :, entry], self.values[:, :, entry], step, may_open,
+            at_entry(self.keys, entry), at_entry(self.values, entry), step, may_open,
         )  # fmt: skip
         if not may_open:
             return slot, evicted

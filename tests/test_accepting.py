@@ -12,7 +12,7 @@ from test_replays import inputs_of, replays  # noqa: F401
 from tiny import prompt, tiny
 
 import oasis_hf
-from oasis_hf import HostMemoryError, OasisCache
+from oasis_hf import HostMemoryError, OasisCache, OracleDrafter
 from oasis_hf.accepting import Accepting
 from oasis_hf.layers import OasisLayer
 
@@ -48,6 +48,7 @@ KNOBS = {
     "minmax, 4 tokens": {"scorer": "minmax", "tokens_per_summary": 4, "draft_tokens": 4},
     "on demand": {"lookahead": "on_demand"},
     "dense": {"budget": 2064},
+    "candidates": {"candidates": 3},
 }
 
 
@@ -90,20 +91,30 @@ def test_a_drafter_outside_the_graph_is_told_of_what_is_accepted(accepts):
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(one, two))
 
 
-def test_a_head_is_told_inside(accepts, folder):  # noqa: F811
-    """Its notes of accepted drafts, which an oracle puts in place of its own."""
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_a_head_is_told_inside(accepts, folder, candidates):  # noqa: F811
+    """Its notes of accepted drafts, which an oracle puts in place of its own; where the chain is wrong another
+    candidate is right."""
     ids, caches = prompt(3, 40) % 60, []
     free = target().generate(ids, max_new_tokens=60, do_sample=False, eos_token_id=None)
     for graphs in (False, True):
-        cache = OasisCache(target(), drafter=folder, graphs=graphs, compile_after=None, speculate=True, draft_tokens=2)
-        own, truth = cache.drafter.propose, Sometimes(free)
-        cache.drafter.propose = lambda *args, own=own, truth=truth: own(*args)._replace(
-            tokens=truth.propose(*args).tokens
-        )
+        cache = OasisCache(
+            target(), drafter=folder, graphs=graphs, compile_after=None, speculate=True, draft_tokens=2,
+            candidates=candidates,
+        )  # fmt: skip
+        own, truth, oracle = cache.drafter.propose_several, Sometimes(free), OracleDrafter(free)
+
+        def propose(*args, own=own, truth=truth, oracle=oracle):
+            draft = own(*args)._replace(tokens=truth.propose(*args[:3]).tokens)
+            if draft.others is not None:
+                draft.others[:, 1:] = oracle.propose(*args[:3]).tokens[:, :1]
+            return draft
+
+        cache.drafter.propose_several = propose
         text = oasis_hf.generate(
             target(), ids, past_key_values=cache, max_new_tokens=60, do_sample=False, eos_token_id=None
         )
-        assert torch.equal(text, free) and cache.stepper.forwards < 50
+        assert torch.equal(text, free) and cache.stepper.forwards < (50 if candidates == 1 else 40)
         caches.append(cache)
     assert sum(one.graph.count for one in accepts) > 10 and all(one.notes for one in accepts)
     same(*caches)

@@ -33,6 +33,9 @@ WRONG = {
     "graphs": [0],
     "compile_after": [-1, 1.0, "never"],
     "draft_tokens": [0, 7, 1.0],
+    "candidates": [0, 5, 2.0, None, True],
+    "verify_up_to": [0, 1.0, True],
+    "draft_up_to": [0, "8"],
     "sliding_slack": [7, None],
     "seed": [-1, 0.5],
 }  # fmt: skip
@@ -58,6 +61,9 @@ RIGHT = {
     "graphs": [True],
     "compile_after": [0, None],
     "draft_tokens": [1, 6],
+    "candidates": [1, 4],
+    "verify_up_to": [None, 1, 64],
+    "draft_up_to": [None, 1],
     "sliding_slack": [8],
     "seed": [0, 12],
 }
@@ -144,6 +150,13 @@ def test_a_capacity_is_the_host_stores():
     OasisConfig(host_capacity_tokens=60, store="host")
     with pytest.raises(ConfigError, match="host_capacity_tokens=60 is not allowed: use None with store='resident'"):
         OasisConfig(host_capacity_tokens=60, store="resident")
+
+
+def test_candidates_and_drafts_share_the_tail():
+    OasisConfig(speculate=True, draft_tokens=3, candidates=4)
+    OasisConfig(draft_tokens=6, candidates=4)  # not verified: one draft is stacked
+    with pytest.raises(ConfigError, match="candidates=4 is not allowed: use at most 3 with draft_tokens=4, or fewer"):
+        OasisConfig(speculate=True, draft_tokens=4, candidates=4)
 
 
 def test_protected_blocks_must_fit_among_the_selectable():

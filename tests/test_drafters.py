@@ -124,6 +124,22 @@ def test_the_longest_match_wins_and_among_equals_the_latest():
     assert proposals(observed([row]), [row], [2], 1) == [[8]]
 
 
+def test_other_candidates_are_what_else_followed_the_same_tokens():
+    drafter = PromptLookupDrafter(ngram=3, shortest=2)
+    history = torch.tensor([[1, 2, 9, 5, 1, 2, 7, 1, 2, 9, 1, 2, 8, 6, 1], [3, 4] * 7 + [3], list(range(30, 45))])
+    drafter.observe(history, torch.zeros(3, dtype=torch.int64), None)
+    new, lengths = torch.tensor([2, 4, 99]), torch.tensor([15, 15, 15])
+    draft = drafter.propose_several(new, lengths, 2, 3)
+    assert torch.equal(draft.tokens, drafter.propose(new, lengths, 2).tokens) and draft.tokens[0].tolist() == [8, 6]
+    assert draft.found.tolist() == [True, True, False]
+    assert draft.others[0].tolist() == [9, 7, 8], "later ones first, then the chain's own again"
+    torch.testing.assert_close(draft.probabilities[0], torch.tensor([0.25, 0.5, 0.25, 0]))
+    assert draft.others[1].tolist() == [3] * 3 and draft.probabilities[1].tolist() == [1, 0, 0, 0]
+    assert draft.others[2].tolist() == [99] * 3, "always valid ids"
+    empty = PromptLookupDrafter().propose_several(new, lengths, 1, 2)
+    assert empty.others.tolist() == [[2] * 2, [4] * 2, [99] * 2] and empty.probabilities.tolist() == [[0] * 3] * 3
+
+
 def test_nothing_is_found_before_anything_was_seen():
     assert proposals(PromptLookupDrafter(), [[], []], [3, 4], 2) == [None, None]
 

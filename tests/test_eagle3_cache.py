@@ -372,3 +372,77 @@ def test_rows_that_commit_their_own_number_of_drafts(folder):
         cache.commit_rows(torch.tensor([0, 1, 0]))
     assert rows.tokens == [24, 23, 22]
     agree(cache, [texts[0] + more[0].tolist(), texts[1] + more[1].tolist() + [draft], texts[2]])
+
+
+# -- several candidates -----------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_the_likeliest_of_the_first_logits(folder):
+    prompt = ids(2, 20)
+    cache = opened(folder, prompt)
+    draft = cache.drafter.propose_several(torch.tensor([7, 8]), torch.tensor([20, 20]), 3, 2)
+    for row, text in enumerate(prompt.tolist()):
+        text = [*text, 7 + row]
+        chain, logits = straight().drafts(text, states(target(), text[:-1], TAPS), 3)
+        chances, index = logits[0].softmax(-1).topk(3)
+        assert draft.tokens[row].tolist() == chain, "the chain goes on from the first"
+        assert draft.others[row].tolist() == [int(i) + int(TENSORS["d2t"][i]) for i in index[1:]]
+        torch.testing.assert_close(draft.probabilities[row], chances)
+    assert draft.probabilities.dtype == torch.float32
+
+
+def test_a_candidate_that_is_accepted_leaves_its_own_state(folder):
+    prompt, new = ids(2, 15, 3), ids(2, 1, 5)
+    cache = opened(folder, prompt, speculate=True, draft_tokens=2, candidates=3)
+    step(cache, new)
+    tail = cache.stepper.tail
+    assert tail.parents == (-1, 0, 1, 2, 0, 0) and tail.tokens.shape == (2, 6)
+    with pytest.raises(ValueError, match="Draft 4 does not follow entry 1"):
+        cache.commit([0, 4])
+    cache.crop(-1)
+    step(cache, (more := ids(2, 1, 6)))
+    taken = cache.stepper.tail.tokens[:, 5:].tolist()
+    cache.commit([4])
+    texts = [a + b + c + d for a, b, c, d in zip(prompt.tolist(), new.tolist(), more.tolist(), taken)]
+    agree(cache, texts)
+
+
+def test_rows_that_take_other_candidates_each_at_its_own_pace(folder):
+    prompt, new = ids(3, 20), ids(3, 1, 1)
+    cache = opened(folder, prompt, speculate=True, draft_tokens=2, candidates=3)
+    rows = cache.state.rows
+    with rows.pacing(cache.device):
+        step(cache, new)
+        stacked = cache.stepper.tail.tokens.tolist()
+        cache.commit_rows(torch.tensor([1, 2, 1]), first=torch.tensor([5, 1, 4]))
+    texts = [text + own for text, own in zip(prompt.tolist(), new.tolist())]
+    texts = [texts[0] + [stacked[0][5]], texts[1] + stacked[1][1:3], texts[2] + [stacked[2][4]]]
+    assert rows.tokens == [22, 23, 22]
+    agree(cache, texts)
+
+
+def test_a_head_in_mixed_calls(folder):
+    model, prompt = target(), ids(3, 15, 3)
+    want = model.generate(prompt, max_new_tokens=30, do_sample=False)
+    drafter = Told.from_pretrained(folder, model)
+    drafter.texts = want.tolist()
+    cache = OasisCache(model, drafter=drafter, speculate=True, draft_tokens=2, candidates=2)
+    got = model.generate(prompt, past_key_values=cache, max_new_tokens=30, do_sample=False)
+    assert torch.equal(got, want) and cache.stepper.left_out > 5
+    agree(cache, [text[:-1] for text in want.tolist()])
+
+
+class Told(Eagle3Drafter):
+    """Says what is true at some places, first or second; its own state is what its head says."""
+
+    def propose_several(self, tokens, lengths, count, others):
+        draft = super().propose_several(tokens, lengths, count, others)
+        told, rivals = draft.tokens.clone(), None if draft.others is None else draft.others.clone()
+        for row, text in enumerate(self.texts):
+            length = int(lengths[row])
+            after, place = text[length + 1 :][:count], (length * length + row) % 7 % 3
+            if others and place == 1 and after:
+                rivals[row, 0] = after[0]
+            elif others and place == 0:
+                told[row, : len(after)] = torch.tensor(after)
+        return draft._replace(tokens=told, others=rivals)

@@ -256,6 +256,31 @@ def test_the_sampled_distribution_is_unchanged(likely):
         assert chi < 22.5, f"place {place}: chi-square {chi:.1f} with 6 degrees of freedom (p < 0.001)"
 
 
+def test_the_distribution_is_unchanged_where_other_candidates_stand_beside_the_first():
+    torch.manual_seed(5)
+    words, draws = 7, 20_000
+    logits, behind = torch.randn(1, 3, words), torch.randn(1, 2, words)
+    first, *rest = logits[0, 0].argsort(descending=True)[:3].tolist()
+    drafts, others = torch.tensor([[first, 4]]).expand(draws, -1), torch.tensor([rest]).expand(draws, -1)
+    choose = Choice([], True)
+    chain, count = choose(_Rows(), drafts, logits.expand(draws, -1, -1))
+    alone = count.clone()
+    chain, count, took = choose.beside(_Rows(), chain, count, others, behind.expand(draws, -1, -1))
+    assert torch.equal(took >= 0, torch.isin(chain[:, 0], torch.tensor(rest)))
+    assert torch.equal(count, alone + (took >= 0)) and (count[took >= 0] == 2).all()
+
+    def close(seen, expected):
+        seen, expected = torch.bincount(seen, minlength=words).double(), expected.double().softmax(-1) * len(seen)
+        assert ((seen - expected) ** 2 / expected).sum() < 22.5
+
+    close(chain[:, 0], logits[0, 0])
+    for which in range(2):
+        close(chain[took == which, 1], behind[0, which])
+    again = torch.cat((drafts[:, :1], others), 1)  # one that stands there twice is the chain's
+    _, _, took = choose.beside(_Rows(), chain, alone, again, behind[:, [0, 0, 1]].expand(draws, -1, -1))
+    assert (took[alone > 1] == -1).all()
+
+
 def test_warpers_go_through_at_once_and_others_row_by_row():
     from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 

@@ -26,11 +26,13 @@ from oasis_hf.lookahead import (
 MIX = {"draft": 3.0, "previous": 1.0}
 
 
-def weights(kind, drafts=0, found=None, acceptance=0.5, rows=2, count=1, **knobs):
+def weights(kind, drafts=0, found=None, acceptance=0.5, rows=2, count=1, chances=None, shed=False, **knobs):
     config = OasisConfig(lookahead=kind, **knobs)
     found = None if found is None else torch.tensor(found)
-    pair = torch.tensor(query_weights(config, recent_window(config), drafts, acceptance, count))
-    return row_weights(pair, found, rows).tolist()
+    chances, window = None if chances is None else torch.tensor(chances), recent_window(config)
+    others = 0 if chances is None else chances.shape[1] - 1
+    pair = torch.tensor(query_weights(config, window, drafts, acceptance, count, others, shed))
+    return row_weights(pair, found, rows, chances, window).tolist()
 
 
 @given(st.integers(1, 7), st.floats(0, 1))
@@ -86,19 +88,49 @@ def test_a_mix_is_shared_out_in_its_proportion():
     assert weights(MIX) == [[1], [1]]
 
 
+def test_candidates_share_by_their_probabilities():
+    """One draft that is not verified: the next input stands there, whichever of them it is."""
+    chances = [[0.6, 0.2, 0.2], [0.5, 0.1, 0.0]]
+    got = weights("draft", drafts=1, found=[True, True], chances=chances, smooth_queries=2)
+    assert got == [pytest.approx([0, 0, 0.6, 0.2, 0.2]), pytest.approx([0, 0, 5 / 6, 1 / 6, 0])]
+    mixed = weights(MIX, drafts=1, found=[True, False], chances=chances)
+    assert mixed == [pytest.approx([0.25, 0.45, 0.15, 0.15]), [1, 0, 0, 0]]
+
+
+def test_a_first_candidate_that_is_accepted_leaves_its_place_to_the_others():
+    """Verified at a rate of 0.5: of its 0.6 only 0.1 stand at the first place."""
+    chances = [[0.6, 0.3, 0.1], [0.4, 0.3, 0.1]]
+    got = weights("draft", drafts=3, found=[True, True], chances=chances, acceptance=0.5, smooth_queries=1)
+    assert got[0] == pytest.approx([0, 0.1, 0.25, 0.25, 0.3, 0.1])
+    assert got[1] == pytest.approx([0, 0, 0.25, 0.25, 0.375, 0.125])
+    nothing = weights("draft", drafts=2, found=[True] * 2, chances=[[1.0, 0.0]] * 2, acceptance=1.0, smooth_queries=1)
+    assert nothing == [[0, 0, 1, 0]] * 2
+    assert weights("previous", drafts=2, found=[True] * 2, chances=chances) == [[1, 0, 0, 0, 0]] * 2
+
+
+def test_too_many_rows_for_drafts_leave_recent_queries():
+    assert weights("draft", shed=True, smooth_queries=4, draft_up_to=2) == [[0.25] * 4] * 2
+    assert weights(MIX, shed=True) == [[1]] * 2
+    config = OasisConfig(draft_up_to=8, smooth_queries=3)
+    assert recent_window(config, drafted=True) == 3, "a head that always drafts may not be asked"
+    assert draft_rows(OasisConfig(speculate=True, draft_tokens=3), verifies=False) == 1
+
+
 @given(
     st.sampled_from(["draft", "previous", "smoothed", "oracle", {"draft": 0.2, "previous": 5}]),
     st.integers(0, 6),
     st.lists(st.booleans(), min_size=1, max_size=4),
     st.floats(0, 1),
     st.integers(1, 9),
+    st.lists(st.floats(0, 1), min_size=1, max_size=4),
 )
-def test_weights_of_a_row_sum_to_one_and_are_never_negative(kind, drafts, found, acceptance, smooth):
+def test_weights_of_a_row_sum_to_one_and_are_never_negative(kind, drafts, found, acceptance, smooth, chances):
     config = OasisConfig(lookahead=kind, smooth_queries=smooth)
-    window = recent_window(config)
-    pair = torch.tensor(query_weights(config, window, drafts, acceptance))
-    out = row_weights(pair, torch.tensor(found), len(found))
-    assert out.shape == (len(found), window + drafts) and out.dtype == torch.float32
+    window, others = recent_window(config), len(chances) - 1 if drafts else 0
+    pair = torch.tensor(query_weights(config, window, drafts, acceptance, 1, others))
+    probabilities = torch.tensor(chances).expand(len(found), -1) if others else None
+    out = row_weights(pair, torch.tensor(found), len(found), probabilities, window)
+    assert out.shape == (len(found), window + drafts + others) and out.dtype == torch.float32
     assert (out >= 0).all()
     torch.testing.assert_close(out.sum(1), torch.ones(len(found)))
 

@@ -218,7 +218,7 @@ def feed(cache, tokens):
     return torch.cat(out, 1)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"drafter": "previous", "lookahead": "smoothed"}], ids=str)
+@pytest.mark.parametrize("knobs", [{}, {"drafter": "previous", "lookahead": "smoothed"}, {"candidates": 3}], ids=str)
 def test_rows_at_their_own_pace(replays, knobs):
     """`oasis_hf.generate`: rows that take no part, and a number of accepted drafts for each, between and in replays."""
     model, inputs = tiny("llama"), inputs_of([100, 90, 61])

@@ -8,7 +8,8 @@ from test_generate import generate
 from tiny import left_padded, prompt, tiny
 from transformers import DynamicCache, LlamaConfig, LlamaModel, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from oasis_hf import OasisCache
+import oasis_hf
+from oasis_hf import OasisCache, OracleDrafter
 from oasis_hf.attach import from_generate
 from oasis_hf.config import ConfigError
 
@@ -205,3 +206,81 @@ def test_an_interrupted_forward_leaves_no_pages_and_no_queries():
         assert cache.get_seq_length() == 49 and cache.state.store.pool.pages_in_use == pages
         for layer, before in zip(cache.sparse_layers, queries):
             assert torch.equal(layer.recent, before)
+
+
+# -- too many rows for drafts ---------------------------------------------------------------------------------------
+
+
+def stacked(cache):
+    """How many rows each forward behind the prompt stacks, noted as they run."""
+    seen, plain = [], cache.stepper._forward
+
+    def forward(inner, call, step):
+        if step.mode == "decode":
+            seen.append(step.drafts)
+        return plain(inner, call, step)
+
+    cache.stepper._forward = forward
+    return seen
+
+
+LIMITS = {
+    "neither": ({}, 3),
+    "at the limit": ({"verify_up_to": 4, "draft_up_to": 4}, 3),
+    "not verified": ({"verify_up_to": 3}, 1),
+    "not drafted": ({"draft_up_to": 3}, 0),
+    "both": ({"verify_up_to": 2, "draft_up_to": 3}, 0),
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_two_switches_by_load(limits):
+    knobs, rows = LIMITS[limits]
+    model, ids = tiny("llama"), prompt(4, 150)
+    cache = OasisCache(
+        model, budget=64, speculate=True, draft_tokens=2, smooth_queries=3, drafter="prompt_lookup", **knobs
+    )
+    seen, weighed = stacked(cache), []
+    plain = cache.stepper._stack
+
+    def stack(call, step, **kwargs):
+        call = plain(call, step, **kwargs)
+        weighed.append(step.weights[0].tolist())
+        return call
+
+    cache.stepper._stack = stack
+    generate(model, ids, cache, max_new_tokens=12)
+    assert set(seen) == {rows} and cache.stats()["fetched"].sum() > 0
+    assert (cache.stepper.unverified, cache.stepper.undrafted) == (11 * (rows == 1), 11 * (rows == 0))
+    if rows == 0:
+        assert all(one == pytest.approx([1 / 3] * 3) for one in weighed)
+    assert ("too many rows to verify" in cache.report(200)) == (rows == 1)
+    assert ("too many rows to stack" in cache.report(200)) == (rows == 0)
+
+
+def test_drafts_that_are_not_verified_are_not_stacked_where_nothing_is_predicted():
+    model = tiny("llama")
+    cache = OasisCache(model, speculate=True, verify_up_to=1)
+    seen = stacked(cache)
+    generate(model, prompt(2, 40), cache, max_new_tokens=6)
+    assert set(seen) == {0}
+
+
+@pytest.mark.parametrize("how", ["transformers", "own"])
+def test_rows_that_have_ended_are_no_load(how):
+    model, ids = tiny("llama"), prompt(3, 50)
+    free = model.generate(ids, max_new_tokens=40, do_sample=False)
+    end = int(free[1, 60])
+    kwargs = dict(max_new_tokens=40, do_sample=False, eos_token_id=end, pad_token_id=0)
+    want = model.generate(ids, **kwargs)
+    lasts = sorted(int((row[50:] == end).nonzero()[0]) if (row[50:] == end).any() else 40 for row in want)
+    assert lasts[0] + 3 < lasts[2]
+    cache = OasisCache(
+        model, speculate=True, draft_tokens=2, verify_up_to=2, draft_up_to=2, drafter=OracleDrafter(free)
+    )
+    seen = stacked(cache)
+    run = oasis_hf.generate if how.startswith("own") else type(model).generate
+    assert torch.equal(run(model, ids, past_key_values=cache, **kwargs), want)
+    alone = seen.index(3)
+    assert set(seen[:alone]) == {0} and set(seen[alone:]) == {3} and abs(alone - lasts[0]) <= 2
+    assert cache.stepper.undrafted == alone and len(seen) < 39

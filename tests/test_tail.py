@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oasis_hf.config import TAIL
-from oasis_hf.tail import Tail
+from oasis_hf.tail import Tail, at_entry
 
 CPU = torch.device("cpu")
 
@@ -31,6 +31,19 @@ def test_several_new_tokens_stand_before_the_drafts():
 def test_branches_of_a_tree_do_not_see_each_other():
     tail = Tail(None, None, (-1, 0, 0, 1, 2, 4, -1))
     assert seen(tail) == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 4, 5], [6]]
+
+
+def test_other_candidates_stand_where_the_first_draft_does():
+    tail = Tail.chain(None, None, 1, 2, 3)
+    assert tail.parents == (-1, 0, 1, 0, 0, 0)
+    assert seen(tail) == [[0], [0, 1], [0, 1, 2], [0, 3], [0, 4], [0, 5]]
+    assert Tail.chain(None, None, 2, 1, 1).parents == (-1, 0, 1, 1)
+
+
+def test_an_entry_of_every_row_or_each_its_own():
+    stacked = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
+    assert torch.equal(at_entry(stacked, 2), stacked[:, :, 2])
+    assert torch.equal(at_entry(stacked, torch.tensor([3, 0])), torch.stack((stacked[0, :, 3], stacked[1, :, 0])))
 
 
 def test_at_most_eight_entries():

@@ -23,7 +23,7 @@ CHAIN = [[50, 51, 52], [60, 9, 62], [70, 71, 72]]
 def test_rows_end_at_an_id_or_at_the_longest_and_get_nothing_more():
     text = text_of(EosTokenCriteria(9), MaxLengthCriteria(6))
     told = added(text, CHAIN, [1, 3, 2])
-    assert told.kept == [1, 2, 2] and told.count == [1, 3, 2] and told.chain == CHAIN
+    assert told.kept == [1, 2, 2] and told.right == [0, 2, 1] and told.chain == CHAIN
     assert text.going == [True, False, True] and text.tokens == [3, 4, 4]
     assert text.ahead(8) == [2, 0, 1] and text.ahead(1) == [1, 0, 1]
     told = added(text, CHAIN, [3, 3, 3])

@@ -16,10 +16,14 @@ class DrafterError(ValueError):
 
 class Draft(NamedTuple):
     """Proposed tokens. tokens: `[B, n]` ids, a chain. found: `[B]` bool, False where a row has no proposal (its tokens
-    are then any valid ids, and its prediction falls back to recent queries)."""
+    are then any valid ids, and its prediction falls back to recent queries). others: `[B, m - 1]` ids, further
+    candidates for the chain's first place; where a row has fewer, any valid ids with probability 0. probabilities:
+    `[B, m]` float32 of the chain's first and of them, at most 1 in all."""
 
     tokens: torch.Tensor
     found: torch.Tensor
+    others: torch.Tensor | None = None
+    probabilities: torch.Tensor | None = None
 
 
 class Drafter:
@@ -31,6 +35,7 @@ class Drafter:
     Attributes:
         proposes: False for a drafter that never has a draft; no rows are stacked then.
         always: True for one that has a draft in every row at every step, as a head has.
+        several: True for one that has more than one candidate for the next token: see `propose_several`.
         taps: indices of decoder layers whose input hidden states it wants, ascending; the number of layers means the
             final norm's input. `tap` is called with them.
         nbytes: what it holds on the device, where that is worth telling.
@@ -39,6 +44,7 @@ class Drafter:
     name = "drafter"
     proposes = True
     always = False
+    several = False
     taps: tuple[int, ...] = ()
 
     @property
@@ -61,6 +67,18 @@ class Drafter:
         observed."""
         raise NotImplementedError
 
+    def propose_several(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int, others: int) -> Draft:
+        """`propose`, and `others` (1 or more) further candidates for the first of the chain, with probabilities: of
+        drafters that are `several`."""
+        raise NotImplementedError
+
+    def accept(
+        self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None, entries: torch.Tensor
+    ) -> None:
+        """Drafts of the last step are committed: as `observe` has it. entries: `[B, q]`, where in the tail each stood
+        (0 is the step's own token)."""
+        self.observe(tokens, starts, valid)
+
     def hold(self, lengths: torch.Tensor, count: int) -> list[torch.Tensor] | None:
         """Before a decode step: what the host has to do, so that `propose` and `note` are work of the device alone,
         which a captured graph may repeat. lengths: `[B]` before the step; count: tokens that it commits.
@@ -72,10 +90,10 @@ class Drafter:
         return None
 
     def note(
-        self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None = None, first: int = 0
-    ) -> None:
-        """The device's part of `observe`, where `hold` gave tensors. first: the column of the step at which `tokens`
-        stood; 1 for its drafts, of which rows commit those where `valid` `[B, q]`."""
+        self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None = None,
+        entries: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """The device's part of `observe`, where `hold` gave tensors; with entries, that of `accept`."""
 
     def noted(self, count: int) -> None:
         """The host's part, after the step, and once more after the commit of `count` drafts at most."""

@@ -15,6 +15,7 @@ class PromptLookupDrafter(Drafter):
     """
 
     name = "prompt_lookup"
+    several = True
 
     def __init__(self, ngram: int = 3, shortest: int = 2) -> None:
         if not 1 <= shortest <= ngram:
@@ -61,8 +62,9 @@ class PromptLookupDrafter(Drafter):
         return [self.history]
 
     def note(
-        self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None = None, first: int = 0
-    ) -> None:
+        self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None = None,
+        entries: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._write(tokens, starts, valid)
 
     def noted(self, count: int) -> None:
@@ -83,16 +85,51 @@ class PromptLookupDrafter(Drafter):
             self.history = torch.cat((self.history, room), 1)
 
     def propose(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int) -> Draft:
-        rows = len(tokens)
         if self.history is None:
-            return Draft(tokens[:, None].expand(-1, count), torch.zeros(rows, dtype=torch.bool, device=tokens.device))
+            nothing = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+            return Draft(tokens[:, None].expand(-1, count), nothing)
         self._look(lengths)
         history = self.history
+        columns = history.shape[1]
+        best = self._matches(history, tokens, lengths)[0]
+        # What followed ends with the new token itself; a longer draft goes round again, as a repeating text does.
+        period = (lengths - best)[:, None]
+        at = best[:, None] + 1 + torch.arange(count, device=tokens.device) % period
+        known = torch.where(at == lengths[:, None], tokens[:, None], history.gather(1, at.clamp(0, columns - 1)))
+        found = (best >= 0) & (known >= 0).all(1)
+        return Draft(torch.where(found[:, None], known, tokens[:, None]), found)
+
+    def propose_several(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int, others: int) -> Draft:
+        """Others are what else followed the same n-gram, later ones first; probabilities are how often each did."""
+        draft, history = self.propose(tokens, lengths, count), self.history
+        first = draft.tokens[:, :1]
+        if history is None:
+            alone = torch.zeros((len(tokens), 1 + others), device=tokens.device)
+            return draft._replace(others=first.expand(-1, others), probabilities=alone)
+        _, match = self._matches(history, tokens, lengths)
+        index = torch.arange(history.shape[1], device=tokens.device)
+        follows = torch.where(index + 1 == lengths[:, None], tokens[:, None], history.roll(-1, 1))
+        left, chosen, shares = match & (follows >= 0), [first], []
+        total = left.sum(1).clamp(min=1)
+        for rank in range(1 + others):
+            if rank:
+                latest = torch.where(left, index, -1).amax(1, keepdim=True)
+                chosen.append(torch.where(latest >= 0, follows.gather(1, latest.clamp(min=0)), first))
+            same = left & (follows == chosen[-1])
+            shares.append(same.sum(1) / total)
+            left = left & ~same
+        return draft._replace(others=torch.cat(chosen[1:], 1), probabilities=torch.stack(shares, 1))
+
+    def _matches(
+        self, history: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where in the history the longest n-gram ended before: the latest place `[B]`, -1 for none, and all of them
+        `[B, columns]` bool."""
         columns = history.shape[1]
         index = torch.arange(columns, device=tokens.device)
         # The last token of a match must stand before the new token, which is at `lengths`.
         match = (history == tokens[:, None]) & (index < lengths[:, None])
-        best = torch.full_like(lengths, -1)
+        best, longest, rows = torch.full_like(lengths, -1), torch.zeros_like(match), len(tokens)
         for length in range(1, self.ngram + 1):
             if length > 1:
                 back = length - 1
@@ -102,12 +139,8 @@ class PromptLookupDrafter(Drafter):
             if length >= self.shortest:
                 latest = torch.where(match, index, -1).amax(1)
                 best = torch.where(latest >= 0, latest, best)
-        # What followed ends with the new token itself; a longer draft goes round again, as a repeating text does.
-        period = (lengths - best)[:, None]
-        at = best[:, None] + 1 + torch.arange(count, device=tokens.device) % period
-        known = torch.where(at == lengths[:, None], tokens[:, None], history.gather(1, at.clamp(0, columns - 1)))
-        found = (best >= 0) & (known >= 0).all(1)
-        return Draft(torch.where(found[:, None], known, tokens[:, None]), found)
+                longest = torch.where((latest >= 0)[:, None], match, longest)
+        return best, longest
 
     def crop(self, lengths: list[int]) -> None:
         self._filled, self._blind = max(lengths, default=0), False

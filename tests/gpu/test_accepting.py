@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"do_sample": True, "temperature": 0.5}, {"repetition_penalty": 1.1}], ids=str)
-@pytest.mark.parametrize("oracle", [False, True])
-def test_it_gives_what_the_eager_commit_gives(model, kwargs, oracle):  # noqa: F811
+@pytest.mark.parametrize("oracle, candidates", [(False, 1), (True, 1), (False, 3)])
+def test_it_gives_what_the_eager_commit_gives(model, kwargs, oracle, candidates):  # noqa: F811
     inputs = on_gpu(left_padded([150, 200, 171]))
     kwargs = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": [95, 94], "pad_token_id": 0, **kwargs}
     free = model.generate(**inputs, **{**kwargs, "do_sample": False, "eos_token_id": None})
@@ -26,7 +26,7 @@ def test_it_gives_what_the_eager_commit_gives(model, kwargs, oracle):  # noqa: F
     for graphs in (False, True):
         torch.manual_seed(1)
         cache = OasisCache(
-            model, budget=112, speculate=True, draft_tokens=3, graphs=graphs, compile_after=None,
+            model, budget=112, speculate=True, draft_tokens=3, candidates=candidates, graphs=graphs, compile_after=None,
             drafter=OracleDrafter(known) if oracle else "prompt_lookup",
         )  # fmt: skip
         texts.append(oasis_hf.generate(model, **inputs, past_key_values=cache, **kwargs))

@@ -27,7 +27,8 @@ def test_captured_is_eager(model, knobs):  # noqa: F811
     knobs = {"budget": 112, "compile_after": None, **knobs}
     captured, eager = (OasisCache(model, graphs=graphs, **knobs) for graphs in (True, False))
     same(*(generate(model, inputs, cache, max_new_tokens=80) for cache in (captured, eager)))
-    assert captured.graphs.refused is None and captured.graphs.replays > 20 and captured.graphs.captures <= 4
+    assert captured.graphs.refused is None and captured.graphs.replays > 20
+    assert captured.graphs.captures <= (8 if knobs.get("speculate") else 4)  # mixed calls are a shape of their own
     assert eager.graphs.refused == "graphs=False" and eager.graphs.replays == 0
     for name, value in captured.stats().items():
         assert torch.equal(value, eager.stats()[name]), name

@@ -39,6 +39,7 @@ class Eagle3Drafter(Drafter):
     """
 
     always = True
+    several = True
 
     def __init__(self, head: Eagle3Head, model: Any, window: int | None = None, name: str = "eagle3") -> None:
         if window is not None and window < 1:
@@ -49,7 +50,7 @@ class Eagle3Drafter(Drafter):
         self.window = window or min(head.config.max_position_embeddings, LONGEST)
         self.past: Past | None = None
         self.tapped: torch.Tensor | None = None  # [taps, B, TAIL, Ht], of the last decode step
-        self._uncommitted = -1  # first column of `tapped` that is not observed yet; -1: none can be
+        self._tail_tapped = False  # `tapped` holds the states of the last step's tail, of which any may be accepted
         self._wrote = False  # `propose` has written the keys and values that `note` would
         self._prompt: dict[int, torch.Tensor] = {}  # of the prompt or chunk under way, by tap
         self._picked: _Picked | None = None
@@ -113,15 +114,19 @@ class Eagle3Drafter(Drafter):
             tapped[self.taps.index(layer), :, :count].copy_(hidden)
             return
         if layer == self.taps[0]:
-            self._uncommitted, self._picked = -1, _Picked.of(step.valid, rows, count, past.ring)
+            self._tail_tapped, self._picked = False, _Picked.of(step.valid, rows, count, past.ring)
         picked = self._picked
         self._prompt[layer] = hidden if picked is None else picked.take(hidden)
 
     def propose(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int) -> Draft:
+        return self.propose_several(tokens, lengths, count, 0)
+
+    def propose_several(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int, others: int) -> Draft:
         past, head = self._room(len(tokens))[0], self.head
         token, position = tokens[:, None], lengths[:, None] - 1
         state, known = past.state(lengths - 1)
         hidden, drafts = state[:, None], []
+        rivals = probabilities = None
         past.forget_chain()
         for step in range(count):
             query, keys, values, residual = head.project(self._embed(token), hidden, position + step)
@@ -130,14 +135,19 @@ class Eagle3Drafter(Drafter):
             else:
                 past.chain(keys, values, position + step, step - 1)
             output = head.finish(past.attend(query, position + step), residual)
-            token, hidden = head.target_ids(self._logits(output).argmax(-1)), head.state(output)
+            logits, hidden = self._logits(output), head.state(output)
+            if step == 0 and others:
+                probabilities, index = logits[:, 0].float().softmax(-1).topk(1 + others, -1)
+                token, rivals = head.target_ids(index).split((1, others), 1)
+            else:
+                token = head.target_ids(logits.argmax(-1))
             drafts.append(token)
         past.mark(position, known[:, None])
         self._wrote = True
-        return Draft(torch.cat(drafts, 1), known)
+        return Draft(torch.cat(drafts, 1), known, rivals, probabilities)
 
     def observe(self, tokens: torch.Tensor | None, starts: torch.Tensor, valid: torch.Tensor | None) -> None:
-        past, tapped = self._room(len(starts))
+        past, _ = self._room(len(starts))
         prompt, picked = dict(self._prompt), self._picked
         self._prompt.clear()
         self._picked = None
@@ -148,30 +158,36 @@ class Eagle3Drafter(Drafter):
                 tokens, starts, real = picked.take(tokens), starts + picked.skipped.to(starts.device), picked.real
                 real = real.to(weight.device, non_blocking=True)
             self._extend(tokens, self.head.fuse(hidden), starts, real)
-        elif tokens is not None and self._uncommitted >= 0:
-            stop = self._uncommitted + tokens.shape[1]
-            fused = self.head.fuse(list(tapped[:, :, self._uncommitted : stop]))
-            self._extend(tokens, fused, starts, None if valid is None else valid.to(weight.device))
-            self._uncommitted = stop
         else:
             past.crop(starts)  # what stands there now is not known
+
+    def accept(
+        self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None, entries: torch.Tensor
+    ) -> None:
+        if not self._tail_tapped or self.tapped is None:
+            return self.observe(tokens, starts, valid)
+        self.note(tokens, starts, None if valid is None else valid.to(self.tapped.device), entries)
 
     def hold(self, lengths: torch.Tensor, count: int) -> list[torch.Tensor] | None:
         past, tapped = self._room(len(lengths))
         self._prompt.clear()  # of a turn that was interrupted
-        self._uncommitted, self._wrote = -1, False
+        self._tail_tapped, self._wrote = False, False
         return [*past.tensors, tapped]
 
     def note(
-        self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None = None, first: int = 0
-    ) -> None:
+        self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None = None,
+        entries: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         assert self.tapped is not None
-        wrote, self._wrote = self._wrote and tokens.shape[1] == 1, False
-        fused = self.head.fuse(list(self.tapped[:, :, first : first + tokens.shape[1]]))
-        self._extend(tokens, fused, starts, valid, wrote)
+        wrote, self._wrote = self._wrote and tokens.shape[1] == 1 and entries is None, False
+        tapped = self.tapped[:, :, : tokens.shape[1]]
+        if entries is not None:
+            index = entries[None, ..., None].expand(*self.tapped.shape[:2], -1, self.tapped.shape[3])
+            tapped = self.tapped.gather(2, index)
+        self._extend(tokens, self.head.fuse(list(tapped)), starts, valid, wrote)
 
     def noted(self, count: int) -> None:
-        self._uncommitted = max(self._uncommitted, 0) + count
+        self._tail_tapped = True
 
     def _extend(
         self, tokens: torch.Tensor, fused: torch.Tensor, starts: torch.Tensor, real: torch.Tensor | None,
@@ -194,7 +210,7 @@ class Eagle3Drafter(Drafter):
 
     def _forget(self) -> None:
         self._prompt.clear()
-        self._uncommitted, self._picked = -1, None
+        self._tail_tapped, self._picked = False, None
 
     def crop(self, lengths: list[int]) -> None:
         self._forget()
