@@ -1,7 +1,7 @@
 """Tokens that a row gets a pass of the target, by context length, rows and drafts (issue C).
 
-    python eval/acceptance.py --head FOLDER --quick
-    python eval/acceptance.py --head FOLDER --device cuda [--out DIR]
+    python eval/acceptance.py --quick
+    python eval/acceptance.py --device cuda [--head FOLDER] [--out DIR]
 
 Real documents, greedy, `oasis_hf.generate` with `speculate=True` going its own way over the sparse working set: a pass
 gives a token and the drafts that it accepts, `drafts + 1` at most. Top-1 is the share of first drafts that were right:
@@ -69,7 +69,9 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head", required=True, help="folder or id of an EAGLE-3 head for SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--head", default=str(recording.HEAD), help="folder or id of an EAGLE-3 head (default: the one shipped)"
+    )
     parser.add_argument("--quick", action="store_true", help="one short context, one row, few tokens")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])

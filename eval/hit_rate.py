@@ -1,7 +1,7 @@
 """How well a drafted token's queries foretell the next step's blocks, by layer and KV head (OasisKV figure 4, 98.74%).
 
-    python eval/hit_rate.py --head FOLDER --quick
-    python eval/hit_rate.py --head FOLDER --device cuda [--out DIR]
+    python eval/hit_rate.py --quick
+    python eval/hit_rate.py --device cuda [--head FOLDER] [--out DIR]
 
 Each text is a real document and the model's own greedy continuation of it, which is what a drafter drafts. For every
 step the top K blocks by a predictor's query are held against the top K by the query that then came: their overlap is
@@ -177,7 +177,9 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head", required=True, help="folder or id of an EAGLE-3 head for SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--head", default=str(recording.HEAD), help="folder or id of an EAGLE-3 head (default: the one shipped)"
+    )
     parser.add_argument("--quick", action="store_true", help="one short text, few steps")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
@@ -216,9 +218,13 @@ def main() -> None:
     }  # fmt: skip
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        report.plot(rows, (20 if 20 in ks else ks[0], most), args.out / "hit_rate.png")
         (args.out / "hit_rate.json").write_text(json.dumps(result) + "\n")
     report.show(result)
+    if args.out:
+        try:
+            report.plot(rows, (20 if 20 in ks else ks[0], most), args.out / "hit_rate.png")
+        except ImportError:
+            print("no figure: matplotlib is not installed")
 
 
 if __name__ == "__main__":

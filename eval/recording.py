@@ -14,10 +14,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from oasis_hf.attach import cache_name
+from oasis_hf.drafters.known import TABLE
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "record_qk"
 _kept: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
+
+HEAD = TABLE.parent / "heads" / "smollm2-135m-eagle3"
+"""The EAGLE-3 head that ships with the package."""
 
 
 def _recording_attention(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import recording
 import torch
 from provenance import provenance
 from transformers import LogitsProcessor
@@ -29,7 +30,6 @@ import oasis_hf
 from oasis_hf import OasisConfig, bench
 from oasis_hf.drafters import Eagle3Drafter
 from oasis_hf.drafters.eagle3.head import Eagle3Head
-from oasis_hf.drafters.known import TABLE
 from oasis_hf.forced import Injected, forced_misses
 from oasis_hf.train.config import TrainConfig
 from oasis_hf.train.made import head_config
@@ -39,7 +39,6 @@ BARS = {("oasis_hf.generate", 1): 1.4, ("oasis_hf.generate", 8): 1.15, ("oasis_h
 SHARE = 0.06
 """Of a step, a draft of a head of matching shape may take so much."""
 
-HEAD = TABLE.parent / "heads" / "smollm2-135m-eagle3"
 WARM = 40
 """Passes before those that are timed: eager ones, capture, compilation."""
 
@@ -195,7 +194,7 @@ def main() -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--no-share", dest="share", action="store_false", help="leave out the drafter's own share")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
-    parser.add_argument("--head", type=Path, default=HEAD)
+    parser.add_argument("--head", type=Path, default=recording.HEAD)
     parser.add_argument("--texts", default="context_7000")
     parser.add_argument("--out", type=Path, default=Path("eval/results/speculation.json"))
     args = parser.parse_args()
