@@ -59,7 +59,7 @@ class Draws:
         if not drafts.shape[1]:
             return chain, torch.ones_like(chain[:, 0])
         self.turn.add_(1).remainder_(len(self.kept))
-        hit = self.kept[self.turn[0]][:, : drafts.shape[1]]
+        hit = self.kept.index_select(0, self.turn)[0, :, : drafts.shape[1]]
         chain = torch.cat((torch.where(hit, drafts, chain[:, :-1]), chain[:, -1:]), 1)
         return chain, 1 + hit.sum(1)
 

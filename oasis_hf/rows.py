@@ -65,7 +65,9 @@ class Rows:
         """The devices are told what the host knows; in the same tensors while the rows are as many, since captured
         steps know them by their addresses."""
         tokens = torch.tensor(self.tokens, dtype=torch.int64)
-        self._device = {at: known.copy_(tokens) for at, known in self._device.items() if len(known) == len(tokens)}
+        self._device = {at: known for at, known in self._device.items() if len(known) == len(tokens)}
+        for known in self._device.values():
+            known.copy_(tokens, non_blocking=True)  # staged before it returns, and no step waits for it
         for columns in self._columns.values():
             columns.fill_(self.columns)
 
