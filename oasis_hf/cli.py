@@ -105,6 +105,7 @@ _KNOBS = {
     "generate_batch": "rows that are generated at a time",
     "kv_gib": "memory for their keys and values",
     "long_prompts": "prompts over long documents, for 100 others",
+    "continuations": "runs of documents to go on with, for 100 prompts",
     "longest": "longest text (default: the target's)",
     "document_share": "of a document's positions that are learned from",
     "draft_vocab": "ids that the head can propose (default: 8192, or 32000 for vocabularies over 64K)",

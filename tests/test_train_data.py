@@ -179,3 +179,15 @@ def test_a_walk_counts_tokens_and_passes():
     assert (tokens, passes, accepted.tolist()) == (6, 2, [2, 2])
     assert evaluate.walk(hits[1:])[:2] == (5, 3)
     assert evaluate.walk(np.zeros((4, 2), bool))[:2] == (4, 4)
+
+
+def test_continuations_are_runs_of_documents():
+    documents = [list(range(n, n + 700)) for n in (0, 700, 1400)]
+    made = prompts.continuations(documents, 400, 4000, 0)
+    assert len(made) == 400 and made == prompts.continuations(documents, 400, 4000, 0)
+    assert made != prompts.continuations(documents, 400, 4000, 1)
+    lengths = sorted(map(len, made))
+    assert all(run == list(range(run[0], run[0] + len(run))) and run[-1] < 2100 for run in made)
+    assert lengths[0] >= 64 and 900 < lengths[-1] <= 1024 and 200 < lengths[200] < 320
+    assert max(map(len, prompts.continuations(documents, 50, 100, 0))) <= 100
+    assert prompts.continuations([[1] * 40], 50, 100, 0) == prompts.continuations([], 50, 100, 0) == []

@@ -29,7 +29,7 @@ Tell = Callable[[str], None]
 def collect(
     model: Any, tokenizer: Any, texts: prompts.Texts, config: TrainConfig, longest: int, tell: Tell
 ) -> dict[str, data.Samples]:
-    """Everything: `train`, `documents`, and held out `short`, `long` and `context_N`."""
+    """Everything: `train`, `documents`, and held out `short`, `long`, `continued` and `context_N`."""
     parts = held_out(model, tokenizer, texts, config, longest, tell)
     room = max(longest - config.new_tokens, 2)
     encoder = prompts.Encoder(tokenizer, room)
@@ -37,7 +37,9 @@ def collect(
     short = list(prompts.encoded(texts, encoder, False))
     count = round(len(short) * config.long_prompts / 100)
     extra = prompts.long_prompts(documents, encoder, count, config.seed) if documents else []
-    tell(f"{len(short):,} prompts, {len(extra):,} over long documents")
+    runs = prompts.continuations(documents, round(len(short) * config.continuations / 100), room, config.seed)
+    tell(f"{len(short):,} prompts, {len(extra):,} over long documents, {len(runs):,} runs of documents")
+    extra += runs
     until = time.monotonic() + 60 * config.generate_minutes
     samples = responses(model, short, extra, config, until, tell)
     parts["train"] = data.Samples.of(samples)
@@ -59,6 +61,7 @@ def held_out(
             if 2 <= len(ids) <= room:
                 kinds["short" if prompt.passage is None else "long"].append(ids)
     sets = {name: found[:most] for name, found in kinds.items()}
+    sets["continued"] = prompts.continuations(documents, most // 2, room, config.seed)
     for length in CONTEXTS:
         sets[f"context_{length}"] = prompts.prompts_of_length(documents, encoder, length, -(-most // 4))
     made = {}

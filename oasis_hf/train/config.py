@@ -20,7 +20,8 @@ class TrainConfig:
         generate_minutes, generate_tokens: when generation ends, whichever comes first; the prompts' end ends it too.
         new_tokens: longest response. greedy_share: of the responses, the others are sampled at 0.5 to 1.0.
         generate_batch: rows at a time, where the memory allows. kv_gib: memory for their keys and values.
-        long_prompts: prompts over long documents, for each 100 others. longest: of prompt and response, None: as far
+        long_prompts: prompts over long documents, for each 100 others. continuations: runs of documents that the target
+            goes on with as they are, likewise. longest: of prompt and response, None: as far
             as the target goes.
         document_share: of a document's positions that are learned from.
         draft_vocab: ids that the head can propose; None: 8,192 for a vocabulary of up to 64K, else 32,000.
@@ -42,6 +43,7 @@ class TrainConfig:
     generate_batch: int = 3072
     kv_gib: float = 48.0
     long_prompts: float = 6.0
+    continuations: float = 10.0
     longest: int | None = None
     document_share: float = 0.5
     draft_vocab: int | None = None

@@ -159,6 +159,21 @@ def long_prompts(documents: list[list[int]], encoder: Encoder, count: int, seed:
     return prompts
 
 
+def continuations(documents: list[list[int]], count: int, most: int, seed: int) -> list[list[int]]:
+    """Runs of documents as they are, which a model goes on with: of 64 to 1,024 tokens (`most`, if that is less), short
+    ones as often as long ones by their logarithm."""
+    rng, made = random.Random(seed), list[list[int]]()
+    stream = [token for document in documents for token in document]
+    most = min(most, 1024, len(stream))
+    if most < 64:
+        return []
+    for _ in range(count):
+        length = round(64 * (most / 64) ** rng.random())
+        start = rng.randrange(len(stream) - length + 1)
+        made.append(stream[start : start + length])
+    return made
+
+
 def prompts_of_length(documents: list[list[int]], encoder: Encoder, length: int, count: int) -> list[list[int]]:
     """Prompts of exactly `length` tokens whose documents end alike whatever the length: only what is before differs."""
     stream = [token for document in documents for token in document]
