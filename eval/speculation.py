@@ -72,11 +72,12 @@ class Forcing(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         memo = self.cache.stepper.memo
-        if memo is None or memo.used >= memo.tokens.shape[1]:
+        place = -1 if memo is None else memo.behind[0]
+        if memo is None or place >= memo.drafts:
             return scores
-        self.turn += memo.used == 0
-        hit = bool(self.kept[self.turn % len(self.kept), 0, memo.used])
-        return scores.scatter(1, memo.tokens[:, memo.used : memo.used + 1], torch.inf if hit else -torch.inf)
+        self.turn += place == 0
+        hit = bool(self.kept[self.turn % len(self.kept), 0, place])
+        return scores.scatter(1, memo.stacked[:, place + 1 : place + 2], torch.inf if hit else -torch.inf)
 
 
 class Clock:

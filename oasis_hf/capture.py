@@ -21,6 +21,8 @@ def capture(
         stream: what it is captured on. pool: handle of the memory that it shares with other graphs.
     """
     graph = torch.cuda.CUDAGraph()
+    generator = _generator(device)
+    kept = None if generator is None else generator.clone_state()
     _own_workspaces()
     stream.wait_stream(torch.cuda.current_stream(device))
     try:
@@ -32,12 +34,21 @@ def capture(
                 # Ended properly if it can be; the first error is the one to tell.
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
+                if generator is not None:  # else it takes the capture for one that goes on, and draws nothing more
+                    generator.graphsafe_set_state(kept)
                 raise
             graph.capture_end()
     finally:
         _own_workspaces()
     torch.cuda.current_stream(device).wait_stream(stream)
     return graph, output
+
+
+def _generator(device: torch.device) -> Any:
+    """What draws random numbers on a device."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 @contextlib.contextmanager

@@ -55,6 +55,7 @@ class CapturedSteps:
         if step.on_demand:
             weights = step.once("weights", lambda: query.new_ones((query.shape[0], 1), dtype=torch.float32))
             self._fetch("on_demand", query[:, :, :1], weights, step.where_taking(lengths, 0), own.allocated)
+            own.fresh.zero_()  # attended to in this very step
         mask = step.tail_mask(keys.device)
         out = ops.attend(query, own.keys, own.values, own.table, lengths, mask, self.scaling, sinks)
         self.draft_queries = self.queries[:, :, window : window + step.drafts]

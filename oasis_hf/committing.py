@@ -70,7 +70,8 @@ class Committing(Room):
 
         Args:
             own: the same, if the host knows it; else it waits for the device.
-            first: `[B]`, the entry of the tail that stands for a row's first draft; None: the chain's in every row.
+            first: `[B]`, the entry of the tail that stands for a row's first draft (its only one, if that is another
+                candidate); None: the chain's in every row.
         """
         own, rows = counts.tolist() if own is None else own, self.state.need_rows()
         if any(own):

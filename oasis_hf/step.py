@@ -207,7 +207,7 @@ class Stepper(Recall):
         cache.prepare(count)
 
         positions = self._positions(call, count)
-        may_draft = ids is not None and self._may_draft(mode, positions, call)
+        may_draft = ids is not None and count == 1 and self._may_draft(mode, positions, call)
         verifies = config.verify_up_to is None or self.load <= config.verify_up_to
         shed = config.draft_up_to is not None and self.load > config.draft_up_to
         if may_draft:

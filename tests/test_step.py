@@ -284,3 +284,16 @@ def test_rows_that_have_ended_are_no_load(how):
     alone = seen.index(3)
     assert set(seen[:alone]) == {0} and set(seen[alone:]) == {3} and abs(alone - lasts[0]) <= 2
     assert cache.stepper.undrafted == alone and len(seen) < 39
+
+
+@pytest.mark.parametrize("knobs", [{"speculate": True}, {"speculate": True, "candidates": 2}], ids=str)
+@torch.no_grad()
+def test_several_tokens_decoded_at_once_carry_no_drafts(knobs):
+    """All their logits come back; drafts stand behind one new token only."""
+    model, ids = tiny("llama"), prompt(1, 60)
+    cache = OasisCache(model, drafter="prompt_lookup", **knobs)
+    model(ids[:, :40], past_key_values=cache)
+    with cache.mode("decode"):
+        got = model(ids[:, 40:43], past_key_values=cache).logits
+    more = model(ids[:, 43:44], past_key_values=cache).logits
+    torch.testing.assert_close(torch.cat((got, more), 1), model(ids[:, :44]).logits[:, 40:], atol=1e-3, rtol=1e-3)

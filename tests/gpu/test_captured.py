@@ -138,6 +138,18 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(model):  # noqa: F811
     assert "output_hidden_states" in cache.graphs.refused
 
 
+def test_a_capture_that_fails_leaves_the_generator_as_it_was(model):  # noqa: F811
+    """A module that reads a value back; sampling goes on by the eager step."""
+    handle = model.model.layers[1].register_forward_hook(lambda module, args, out: float(args[0].sum()) and None)
+    try:
+        cache = OasisCache(model, budget=112)
+        model.generate(prompt(1, 150).cuda(), past_key_values=cache, max_new_tokens=16, do_sample=True)
+        assert cache.graphs.captures == 0 and cache.graphs.refused
+        assert torch.rand(3, device="cuda").shape == (3,)
+    finally:
+        handle.remove()
+
+
 def test_a_cache_gives_everything_back_at_once(model):  # noqa: F811
     """Graphs hold no cycle through the cache: without a collection its pages are unpinned and its memory is free."""
     import gc
