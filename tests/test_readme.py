@@ -22,7 +22,7 @@ def test_nothing_is_shown_that_is_not_run():
     # Indented: make and pip, which the suite can't run from inside; CI starts with them.
     shown = [line.strip() for line in re.findall(r"^    (\S.*)$", README, re.M)]
     assert shown and all(re.match(r"(make|pip) ", line) for line in shown)
-    assert all(line.startswith("oasis-hf ") for line in COMMANDS)
+    assert all(line.startswith(("oasis-hf ", "python -m oasis_hf.lm_eval ")) for line in COMMANDS)
 
 
 @pytest.mark.slow
@@ -37,7 +37,20 @@ def test_python_blocks(loads_smollm2, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("line", [line for line in COMMANDS if "lm_eval" in line])
+def test_commands_of_the_harness(line, loads_smollm2, capsys, monkeypatch, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("lm_eval")
+    from oasis_hf.lm_eval import __main__
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    assert __main__.main(shlex.split(line)[3:]) == 0
+    assert "|berths|" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("oasis-hf ")])
 def test_commands(line, loads_smollm2, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "200")
