@@ -40,6 +40,10 @@ CACHE_NAMES = ("cache", "past_key_values")  # transformers 5.24 renamed the argu
 HANDLE = "_oasis_layer"
 """Attribute of a compiled layer's attention module: its `layer_idx` as a tensor, which graphs are not made anew for."""
 
+OUTPUT_HOOKS = "transformers.utils.output_capturing"
+"""Where the hooks come from that stay on a model once a call asked for its hidden states or attentions: they do nothing
+unless a call asks."""
+
 
 def cache_name(model: Any) -> str:
     """What this version of transformers calls the cache argument and the output's field."""

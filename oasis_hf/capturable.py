@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .attach import OUTPUT_HOOKS
 from .drafters.taps import Tap
 from .layers import OasisLayer
 from .ops import cuda
@@ -11,7 +12,7 @@ from .ops import cuda
 if TYPE_CHECKING:
     from .cache import OasisCache
 
-_HARMLESS = ("transformers.utils.output_capturing", Tap.__module__)
+_HARMLESS = (OUTPUT_HOOKS, Tap.__module__)
 
 
 def cannot_hold(cache: "OasisCache") -> str | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -215,13 +216,29 @@ class FusedLayers:
             for module in layer.modules():
                 if isinstance(getattr(module, "layer_idx", None), int):
                     setattr(module, attach.HANDLE, torch.tensor(module.layer_idx))
+        hooks = _put_aside(part for layer in self.layers for part in layer.modules())
         try:
             yield
         finally:
+            for module, own in hooks:
+                module._forward_hooks = own
             for layer in self.layers:
                 del layer.__dict__["forward"]
                 for module in layer.modules():
                     module.__dict__.pop(attach.HANDLE, None)
+
+
+def _put_aside(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]:
+    """Takes the hooks off that collect a call's outputs, which dynamo can't trace: a call that asks for outputs is not
+    compiled. Returns what to put back."""
+    before = []
+    for module in modules:
+        own = module._forward_hooks
+        rest = OrderedDict((at, hook) for at, hook in own.items() if hook.__module__ != attach.OUTPUT_HOOKS)
+        if len(rest) < len(own):
+            module._forward_hooks = rest
+            before.append((module, own))
+    return before
 
 
 def _alike(linears: list[nn.Linear]) -> bool:

@@ -49,6 +49,21 @@ def test_layers_share_one_graph_and_give_the_same(model):
         assert not any("_oasis_layer" in module.__dict__ for module in layer.modules())
 
 
+def test_a_model_that_was_once_asked_for_its_hidden_states_still_compiles(model):
+    with torch.no_grad():
+        model(prompt(2, 8), output_hidden_states=True, output_attentions=True)
+    hooks = [dict(module._forward_hooks) for module in model.modules()]
+    assert any(hooks)
+    wanted, _ = steps(model, contextlib.nullcontext)
+    layers = fused_layers(model)
+    got, _ = steps(model, layers.placed)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    steps(model, layers.tried, count=1)
+    assert layers.failed is None
+    assert [dict(module._forward_hooks) for module in model.modules()] == hooks
+    assert len(model(prompt(2, 8), output_hidden_states=True).hidden_states) == len(model.model.layers) + 1
+
+
 def test_projections_of_one_input_share_one_tensor_and_one_product(model):
     fused_layers(model)
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
