@@ -33,7 +33,8 @@ from recording import Recording, load, load_tokenizer, record
 from runs import Job
 from workers import Bench, run_in_processes
 
-from oasis_hf import OasisConfig
+from oasis_hf import OasisConfig, PromptLookupDrafter
+from oasis_hf.lookahead import settled
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Key = tuple[Score | None, str, int]
@@ -129,7 +130,7 @@ def rank(table: dict[Key, dict[str, Any]], plan: Plan, dim: int) -> list[tuple[S
 def default_setting(lookahead: str | None = None, half_range: float | None = None) -> tuple[Score, str]:
     """What `OasisConfig()` does, as a row of this table (its drafter without a head is prompt lookup); with another
     lookahead of the table or another lambda where they are given."""
-    config = OasisConfig()
+    config = settled(OasisConfig(), PromptLookupDrafter)
     score = Score(config.scorer, half_range or config.half_range, config.reduction, config.summary_dtype,
                   config.tokens_per_summary)  # fmt: skip
     for name, one in LOOKAHEADS.items():

@@ -44,13 +44,15 @@ def bars(rows: list[Row], most: int) -> list[Row]:
                 ("draft less previous, top-20 agreement, least of layers", better, 0.0),
                 (f"draft, kept mass of what the true query's own top-{most} keeps", wide["of_own"], 0.998),
             ]
+            mixed = find(rows, prompt, "draft_previous", most, on)
+            found.append((f"the default, draft and previous, the same, top-{most}", mixed["of_own"], 0.998))
             several = find(rows, prompt, "draft_top_4", most, on)
             found.append((f"the same of its top 4, weighted, top-{most}", several["of_own"], 0.998))
             other = find(rows, prompt, "previous", most, on)
-            for one in wide["capped"]:
-                if one["fetch_ratio"] == 0.05:
-                    less = one["kept"] - kept_at(other["capped"], one["fetched"])
-                    found.append(("draft less previous, kept mass at the same bytes, 5% a step", less, 0.0))
+            for name, row in (("draft", wide), ("the default", mixed)):
+                one = next(one for one in row["capped"] if one["fetch_ratio"] == 0.05)
+                less = one["kept"] - kept_at(other["capped"], one["fetched"])
+                found.append((f"{name} less previous, kept mass at the same bytes, 5% a step", less, 0.0))
             out += [
                 {"prompt": prompt, "speculation": on, "what": what, "measured": x, "bar": bar, "met": x >= bar}
                 for what, x, bar in found

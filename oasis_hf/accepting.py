@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .choice import behind_other, beside, greedy
+from .choice import among, behind_other, greedy
 from .fused import first_line
 from .graphs import Captured
 from .spans import span
@@ -63,7 +63,7 @@ class Accepting:
         if self.first is not None:
             entry = drafts + 2  # behind the chain's last draft, which nobody verifies
             others = tokens.shape[1] - entry
-            which, took = beside(chain, count, tokens[:, entry:])
+            which, took = among(chain, count, tokens[:, entry:])
             after = logits[:, -others:].argmax(-1).gather(1, which[:, None]).squeeze(1)
             chain, count = behind_other(chain, count, after, took)
             self.first.copy_(torch.where(took, entry + which, 1))

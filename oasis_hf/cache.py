@@ -15,7 +15,7 @@ from .config import BLOCK, ConfigError, OasisConfig
 from .drafters import Drafter, make_drafter
 from .graphs import StepGraphs
 from .layers import OasisLayer
-from .lookahead import recent_window
+from .lookahead import recent_window, settled
 from .padding import Padding
 from .report import Report
 from .room import keeps_buffers
@@ -64,6 +64,7 @@ class OasisCache(Report, Padding, Committing, Cache):
             )
         self.model = model
         self.drafter: Drafter = make_drafter(drafter, model, config)
+        config = settled(config, self.drafter)
         kept = recent_window(config, self.drafter.always)
         self.state = State(config, sum(window is None for window in windows), kept)
         layers: list[Any] = []

@@ -36,7 +36,7 @@ def greedy(drafts: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, to
     return chain, 1 + (chain[:, :-1] == drafts).long().cumprod(1).sum(1)
 
 
-def beside(
+def among(
     chain: torch.Tensor, count: torch.Tensor, others: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Where another candidate for the first draft's place is what was chosen there: which of `others` `[B, r]`, and in
@@ -102,7 +102,7 @@ class Choice:
         Returns:
             chain and count as there, and `[B]` which of the others a row took, -1 for none.
         """
-        which, took = beside(chain, count, others)
+        which, took = among(chain, count, others)
         token, _ = self.draw(text, chain[:, :1], logits[torch.arange(len(logits), device=logits.device), which])
         return *behind_other(chain, count, token, took), torch.where(took, which, -1)
 

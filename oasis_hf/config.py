@@ -13,7 +13,7 @@ BLOCK = 16
 TAIL = 8
 """Most query tokens of one decode step: the new token and its drafts."""
 
-LOOKAHEADS = ("draft", "previous", "smoothed", "oracle", "on_demand", "none")
+LOOKAHEADS = ("auto", "draft", "previous", "smoothed", "oracle", "on_demand", "none")
 SUMMARY_DTYPES = ("model", "int8")
 HOST_DTYPES = ("model", "float32", "float16", "bfloat16")
 REDUCTIONS = ("max", "mean", "softmax-mean")
@@ -60,7 +60,8 @@ class OasisConfig:
         block_size: tokens a block; 16 is the only size.
         fetch_ratio: the fetch cap as a share of K: at most `C = max(1, round(fetch_ratio * K))` blocks a KV head
             a layer a step (paper, table 2).
-        lookahead: whose queries predict the next step's blocks. `"draft"`: the drafter's rows; `"previous"`: the
+        lookahead: whose queries predict the next step's blocks. `"auto"`: what serves the drafter best, its
+            `Drafter.lookahead` (a cache's report says which). `"draft"`: the drafter's rows; `"previous"`: the
             current token's; `"smoothed"`: the mean over the last `smooth_queries` tokens' standardised scores;
             `"oracle"`: a drafter told the true next token; `"on_demand"`: the current token's own query, fetched
             on the critical path and uncapped; `"none"`: the first selection stays. A mix is a mapping such as
@@ -105,7 +106,7 @@ class OasisConfig:
     budget_bytes: int | None = None
     block_size: int = BLOCK
     fetch_ratio: float = 0.05
-    lookahead: str | Mapping[str, float] = "draft"
+    lookahead: str | Mapping[str, float] = "auto"
     smooth_queries: int = 4
     scorer: str = "midrange"
     half_range: float = 0.6

@@ -190,8 +190,8 @@ def _round(model: Any, cache: "OasisCache", choose: Choice, text: Text) -> Told:
     behind, eagerly = accepting(cache, text, choose.greedily), None
     chosen = None if behind is None else behind.chosen
     if chosen is None:
-        logits = [out.logits[:, -1:], *(() if memo is None else memo.logits)]
-        scores = torch.cat([one.to(device, torch.float32) for one in logits], 1)
+        logits = out.logits[:, -1:] if memo is None else memo.rows[:, : 1 + memo.drafts]
+        scores = logits.to(device, torch.float32)
         chain, count = choose(text, drafts, scores)
         right, first = count - 1, None
         if memo is not None and memo.others:

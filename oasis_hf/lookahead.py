@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from .config import OasisConfig
 
 
+def settled(config: OasisConfig, drafter: Any) -> OasisConfig:
+    """The config whose `lookahead` is no longer `"auto"`, but what that means with this drafter."""
+    return config.replace(lookahead=drafter.lookahead) if config.lookahead == "auto" else config
+
+
 def recent_window(config: OasisConfig, drafted: bool = False) -> int:
     """W, how many committed tokens' queries a layer keeps: what is averaged, or fallen back on without a draft.
     drafted: there is always one in every row; the latest query is kept for steps that may not stack it."""
-    drafted = drafted and config.draft_up_to is None
-    kept = config.lookahead == "smoothed" or (config.lookahead in ("draft", "oracle") and not drafted)
+    shed = config.draft_up_to is not None
+    falls_back = shed if isinstance(config.lookahead, Mapping) else config.lookahead in ("draft", "oracle")
+    kept = config.lookahead == "smoothed" or (falls_back and (shed or not drafted))
     return config.smooth_queries if kept else 1
 
 
 def wants_drafts(config: OasisConfig) -> bool:
     """Whether draft rows are stacked at all."""
-    return config.speculate or isinstance(config.lookahead, Mapping) or config.lookahead in ("draft", "oracle")
+    return config.speculate or isinstance(config.lookahead, Mapping) or config.lookahead in ("auto", "draft", "oracle")
 
 
 def predicts_blocks(config: OasisConfig) -> bool:
@@ -77,7 +84,7 @@ def query_weights(
     elif isinstance(kind, Mapping):
         total = kind["draft"] + kind["previous"]
         with_draft = [w * kind["previous"] / total for w in latest] + [p * kind["draft"] / total for p in ahead]
-        without = latest + nothing
+        without = (smoothed if shed else latest) + nothing
     elif kind in ("draft", "oracle"):
         with_draft = [0.0] * window + ahead
         # A drafter that proposes nothing: the current query predicts.

@@ -42,11 +42,6 @@ class Memo:
         return self.stacked[:, 1 : 1 + self.drafts]
 
     @property
-    def logits(self) -> list[torch.Tensor]:
-        """k of `[B, 1, V]`, behind each draft of the chain."""
-        return [self.rows[:, i : i + 1] for i in range(1, 1 + self.drafts)]
-
-    @property
     def rivals(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """The others: `[B, others]` ids, `[B, others, V]` logits behind them, and the first one's entry."""
         first = 2 + self.drafts

@@ -233,25 +233,31 @@ class NotAgain(LogitsProcessor):
         return scores.scatter(1, input_ids[:, -3:], -torch.inf)
 
 
+def reads_of(name, monkeypatch):
+    """What the host reads in each call of a function of `generation`: a list that fills."""
+    from oasis_hf import generation
+
+    calls, plain = [], getattr(generation, name)
+
+    def counted(*args):
+        with monkeypatch.context() as patch, Reads(patch) as reads:
+            out = plain(*args)
+        calls.append(reads.seen)
+        return out
+
+    monkeypatch.setattr(generation, name, counted)
+    return calls
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [{}, {"do_sample": True, "temperature": 0.5}, {"logits_processor": LogitsProcessorList([NotAgain()])}],
     ids=["greedy", "sampled", "a processor"],
 )
 def test_a_round_reads_once(kwargs, monkeypatch):
-    from oasis_hf import generation
-
     model, inputs = tiny("llama"), left_padded([100, 40, 71])
     end = int(truth(model, inputs)[0][1, 108])
-    rounds, plain = [], generation._round
-
-    def counted(*args):
-        with monkeypatch.context() as patch, Reads(patch) as reads:
-            out = plain(*args)
-        rounds.append(reads.seen)
-        return out
-
-    monkeypatch.setattr(generation, "_round", counted)
+    rounds = reads_of("_round", monkeypatch)
     cache = OasisCache(model, budget=64, speculate=True, draft_tokens=2)
     oasis_hf.generate(
         model, **inputs, past_key_values=cache, **{"max_new_tokens": 60, "do_sample": False, **kwargs},
@@ -264,19 +270,9 @@ def test_a_round_reads_once(kwargs, monkeypatch):
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_a_full_round_reads_once(sample, monkeypatch):
-    from oasis_hf import generation
-
     model, inputs = tiny("llama"), left_padded([100, 40, 71])
-    rounds, plain = [], generation.verified
     monkeypatch.setattr(Reads, "HOST", (*Reads.HOST, "/cache.py", "/padding.py", "/state.py"))  # the rows' masks too
-
-    def counted(*args):
-        with monkeypatch.context() as patch, Reads(patch) as reads:
-            out = plain(*args)
-        rounds.append(reads.seen)
-        return out
-
-    monkeypatch.setattr(generation, "verified", counted)
+    rounds = reads_of("verified", monkeypatch)
     cache = OasisCache(model, budget=64)
     oasis_hf.generate(
         model, **inputs, past_key_values=cache, verify="full", full_drafts=4, max_new_tokens=40, do_sample=sample

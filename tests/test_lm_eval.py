@@ -227,7 +227,7 @@ def test_knobs_may_be_text():
     [
         ({"bugdet": 64}, "no argument 'bugdet': it takes pretrained, .*knobs block_size, budget, .*harness tokenizer"),
         ({"budget": "many"}, "budget='many' is not allowed: use an integer >= 32"),
-        ({"lookahead": "{draft"}, "lookahead='{draft' is not allowed: use one of 'draft'"),
+        ({"lookahead": "{draft"}, "lookahead='{draft' is not allowed: use one of 'auto'"),
         ({"batch_size": "auto"}, "batch_size='auto' is not allowed: use an integer >= 1"),
         ({"batch_size": 0}, "batch_size=0 is not allowed"),
         ({"sparse_loglikelihood": "half"}, "sparse_loglikelihood='half' is not allowed: use True or False"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_generate import generate
 from tiny import prompt, tiny
 
-from oasis_hf import OasisCache, OasisConfig
+from oasis_hf import Eagle3Drafter, OasisCache, OasisConfig, OracleDrafter, PromptLookupDrafter
 from oasis_hf.forced import Injected
 from oasis_hf.lookahead import (
     draft_rows,
@@ -20,6 +20,7 @@ from oasis_hf.lookahead import (
     query_weights,
     recent_window,
     row_weights,
+    settled,
     wants_drafts,
 )
 
@@ -110,10 +111,22 @@ def test_a_first_candidate_that_is_accepted_leaves_its_place_to_the_others():
 
 def test_too_many_rows_for_drafts_leave_recent_queries():
     assert weights("draft", shed=True, smooth_queries=4, draft_up_to=2) == [[0.25] * 4] * 2
-    assert weights(MIX, shed=True) == [[1]] * 2
-    config = OasisConfig(draft_up_to=8, smooth_queries=3)
-    assert recent_window(config, drafted=True) == 3, "a head that always drafts may not be asked"
+    assert weights(MIX, shed=True, smooth_queries=4, draft_up_to=2) == [[0.25] * 4] * 2
+    for kind in ("draft", MIX):
+        config = OasisConfig(lookahead=kind, draft_up_to=8, smooth_queries=3)
+        assert recent_window(config, drafted=True) == 3, "a head that always drafts may not be asked"
     assert draft_rows(OasisConfig(speculate=True, draft_tokens=3), verifies=False) == 1
+
+
+def test_auto_is_what_the_drafter_says():
+    """Half of the current query beside a head's draft; n-gram matches alone, which are rare and then mostly right."""
+    head = settled(OasisConfig(budget=64), Eagle3Drafter)
+    assert head.lookahead == {"draft": 0.5, "previous": 0.5} and head.budget == 64
+    assert recent_window(head, drafted=True) == 1
+    assert settled(OasisConfig(), PromptLookupDrafter).lookahead == "draft"
+    assert settled(OasisConfig(), OracleDrafter).lookahead == "draft"
+    assert settled(OasisConfig(lookahead="smoothed"), Eagle3Drafter).lookahead == "smoothed"
+    assert wants_drafts(OasisConfig())
 
 
 @given(

@@ -7,7 +7,7 @@ import torch
 from test_cache import assert_residents_match
 from test_generate import assert_same, generate
 from test_generation import truth
-from test_replays import fake_cuda, replays  # noqa: F401
+from test_replays import fake_cuda, feed, replays  # noqa: F401
 from tiny import VOCAB, left_padded, prompt, tiny
 from transformers import DynamicCache
 
@@ -151,11 +151,7 @@ def test_replayed_steps_give_what_eager_ones_give(replays, knobs):  # noqa: F811
         )
         with torch.no_grad():
             model(ids[:, :100], past_key_values=cache)
-            logits = [
-                model(ids[:, at : at + 1], position_ids=torch.full((2, 1), at), past_key_values=cache).logits
-                for at in range(100, 180)
-            ]
-        outs.append(torch.cat(logits, 1))
+        outs.append(feed(cache, ids[:, 100:180]))
         caches.append(cache)
     assert torch.equal(*outs) and caches[1].graphs.replays > 20
     assert caches[0].stepper.skipped == caches[1].stepper.skipped

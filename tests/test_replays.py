@@ -99,6 +99,16 @@ def replays(monkeypatch, fake_cuda):  # noqa: F811
 
 
 @torch.no_grad()
+def feed(cache, tokens):
+    """Logits of steps fed by hand: tokens `[B, n]`."""
+    out = []
+    for at in range(tokens.shape[1]):
+        position = torch.full((len(tokens), 1), cache.get_seq_length())
+        out.append(cache.model(tokens[:, at : at + 1], position_ids=position, past_key_values=cache).logits)
+    return torch.cat(out, 1)
+
+
+@torch.no_grad()
 def decode(cache, inputs, count):
     """Logits of `count` greedy steps."""
     model, mask = cache.model, inputs["attention_mask"]
@@ -193,11 +203,7 @@ def test_accepted_drafts_between_replays(replays, family):
             model, graphs=graphs, budget=64, speculate=True, draft_tokens=2, drafter=OracleDrafter(guess)
         )
         model(text[:, :100], past_key_values=cache)
-        logits = [
-            model(text[:, at : at + 1], position_ids=torch.full((2, 1), at), past_key_values=cache).logits
-            for at in range(100, 180)
-        ]
-        outs.append(torch.cat(logits, 1))
+        outs.append(feed(cache, text[:, 100:180]))
         caches.append(cache)
     eager, cache = caches
     assert torch.equal(*outs) and cache.stepper.skipped == eager.stepper.skipped > 20
@@ -206,16 +212,6 @@ def test_accepted_drafts_between_replays(replays, family):
 
 
 # -- what a replayed step makes ready for the next ---------------------------------------------------------------------
-
-
-@torch.no_grad()
-def feed(cache, tokens):
-    """Logits of steps fed by hand: tokens `[B, n]`."""
-    out = []
-    for at in range(tokens.shape[1]):
-        position = torch.full((len(tokens), 1), cache.get_seq_length())
-        out.append(cache.model(tokens[:, at : at + 1], position_ids=position, past_key_values=cache).logits)
-    return torch.cat(out, 1)
 
 
 @pytest.mark.parametrize("knobs", [{}, {"drafter": "previous", "lookahead": "smoothed"}, {"candidates": 3}], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class Drafter:
         proposes: False for a drafter that never has a draft; no rows are stacked then.
         always: True for one that has a draft in every row at every step, as a head has.
         several: True for one that has more than one candidate for the next token: see `propose_several`.
+        lookahead: what `OasisConfig.lookahead="auto"` means with it.
         taps: indices of decoder layers whose input hidden states it wants, ascending; the number of layers means the
             final norm's input. `tap` is called with them.
         nbytes: what it holds on the device, where that is worth telling.
@@ -45,6 +47,7 @@ class Drafter:
     proposes = True
     always = False
     several = False
+    lookahead: str | Mapping[str, float] = "draft"
     taps: tuple[int, ...] = ()
 
     @property
