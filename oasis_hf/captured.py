@@ -40,7 +40,7 @@ class CapturedSteps:
         store: Any
         recent: torch.Tensor | None
         draft_queries: torch.Tensor | None
-        _fetch: Any
+        _fetch_now: Any
         _append: Any
 
     def _decode_captured(
@@ -51,11 +51,8 @@ class CapturedSteps:
         stays."""
         own, window = self.working_set, self.state.window
         assert self.queries is not None and self.plan is not None
+        self._fetch_now(step, query[:, :, :1], lengths)  # first: it asks for the last token's query, and what is unread
         ops.enter(query, keys, values, self.queries, 1, window, own.keys, own.values, own.fresh)
-        if step.on_demand:
-            weights = step.once("weights", lambda: query.new_ones((query.shape[0], 1), dtype=torch.float32))
-            self._fetch("on_demand", query[:, :, :1], weights, step.where_taking(lengths, 0), own.allocated)
-            own.fresh.zero_()  # attended to in this very step
         mask = step.tail_mask(keys.device)
         out = ops.attend(query, own.keys, own.values, own.table, lengths, mask, self.scaling, sinks)
         self.draft_queries = self.queries[:, :, window : window + step.drafts]

@@ -41,10 +41,15 @@ def _check_int(knob: str, value: Any, low: int, high: int | None = None, none_ok
         _fail(knob, value, span + (" or None" if none_ok else ""))
 
 
-def _check_number(knob: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+def _check_number(
+    knob: str, value: Any, low: float, high: float, open_low: bool = False, none_ok: bool = False
+) -> None:
+    if none_ok and value is None:
+        return
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
     if not ok or (open_low and value == low):
-        _fail(knob, value, f"a number {'above' if open_low else 'from'} {low} {'up ' if open_low else ''}to {high}")
+        span = f"a number {'above' if open_low else 'from'} {low} {'up ' if open_low else ''}to {high}"
+        _fail(knob, value, span + (" or None" if none_ok else ""))
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,11 @@ class OasisConfig:
             on the critical path and uncapped; `"none"`: the first selection stays. A mix is a mapping such as
             `{"draft": 0.7, "previous": 0.3}`.
         smooth_queries: how many recent queries `"smoothed"` averages (also the fallback of rows without a draft).
+        correct_below: with `lookahead="previous"` only, from -1 to 1: a KV head in which the current token's query has
+            turned away from the last one's, so that the cosine between them (the mean over the group's query heads) is
+            below this, selects by the current query and fetches before attention, uncapped (FreeKV, arXiv 2505.13109,
+            with 0.8 to 0.9). Of several tokens in one call the first is compared. None: what was prefetched is
+            attended to.
         scorer: a name in `oasis_hf.scorers.SCORERS`: `"minmax"` (Quest's upper bound, the paper's) or
             `"midrange"` (midpoint + `half_range` x half-range).
         half_range: lambda of the `"midrange"` scorer.
@@ -108,6 +118,7 @@ class OasisConfig:
     fetch_ratio: float = 0.05
     lookahead: str | Mapping[str, float] = "auto"
     smooth_queries: int = 4
+    correct_below: float | None = None
     scorer: str = "midrange"
     half_range: float = 0.6
     reduction: str = "softmax-mean"
@@ -143,6 +154,9 @@ class OasisConfig:
         _check_number("fetch_ratio", self.fetch_ratio, 0.0, 1.0, open_low=True)
         self._check_lookahead()
         _check_int("smooth_queries", self.smooth_queries, 1, 64)
+        _check_number("correct_below", self.correct_below, -1.0, 1.0, none_ok=True)
+        if self.correct_below is not None and self.lookahead != "previous":
+            _fail("correct_below", self.correct_below, "None, or lookahead='previous'")
         _check_choice("scorer", self.scorer, tuple(SCORERS))
         _check_number("half_range", self.half_range, 0.0, 1.0)
         _check_choice("reduction", self.reduction, REDUCTIONS)

@@ -235,8 +235,7 @@ def check_model(model: str) -> Iterator[Finding]:
 
 
 def _arithmetic(text: Any, sparse: int) -> Iterator[Finding]:
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads, dim = supported.kv_shape(text)
     known = isinstance(text.dtype, torch.dtype)
     dtype = text.dtype if known else torch.bfloat16
     block = 2 * BLOCK * dim * dtype.itemsize

@@ -190,7 +190,7 @@ class StepGraphs:
             return None
         self.refused = None
         shape: tuple[Any, ...] = (step.drafts, *call["input_ids"].shape, *call["position_ids"].shape)
-        shape += (step.predicts, step.on_demand, step.taking is not None)
+        shape += (step.predicts, step.on_demand, step.corrects, step.taking is not None)
         shape += (_kept(call.get("logits_to_keep")), call.get("return_dict"))
         self.seen[shape] = self.seen.get(shape, 0) + 1
         if self.seen[shape] <= WARM:

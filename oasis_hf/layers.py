@@ -9,6 +9,7 @@ from .attention import dense_attention
 from .captured import CapturedSteps
 from .config import BLOCK
 from .ops import cuda
+from .selecting import Selecting
 from .spans import span
 from .state import State, Step
 from .stats import Counters
@@ -18,7 +19,7 @@ from .tail import Entry, at_entry
 from .working_set import WorkingSet
 
 
-class OasisLayer(CapturedSteps, CacheLayerMixin):
+class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
     """Full KV in the store, summaries and a working set on the model's device.
 
     Args:
@@ -109,21 +110,28 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
         self, step: Step, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         past, seen = self._past(step, keys)
+        self.keep_prompt(step, keys, values)
+        window = self.state.window
+        if self.recent is None:
+            self.recent = query.new_zeros((query.shape[0], query.shape[1], window, query.shape[3]))
+        for row in range(len(query)):
+            kept = step.kept(row, keys.device)
+            last = query[row, :, -window:] if kept is None else query[row].index_select(1, kept[-window:])
+            self.recent[row] = torch.cat((self.recent[row, :, last.shape[1] :], last), 1)
+        # Once the writes are issued: they can get away beside it, and are the sooner gone.
+        return dense_attention(query, keys, values, past, seen, step.real(keys.device), self.scaling, sinks)
+
+    def keep_prompt(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keys and values `[B, H, q, D]` of a prompt or chunk: what is real goes to the store, with summaries of the
+        blocks it closes."""
         if self.index == 0:
             self.store.ensure(step.starts, step.ends)
         self.summaries.ensure(max(step.ends) // BLOCK)
-        if self.recent is None:
-            self.recent = query.new_zeros((query.shape[0], query.shape[1], self.state.window, query.shape[3]))
         for row, start in enumerate(step.starts):
             kept = step.kept(row, keys.device)
             row_keys, row_values = (x[row] if kept is None else x[row].index_select(1, kept) for x in (keys, values))
             if row_keys.shape[1]:
                 self._store_row(row, start, row_keys, row_values)
-                window = self.state.window
-                last = query[row, :, -window:] if kept is None else query[row].index_select(1, kept[-window:])
-                self.recent[row] = torch.cat((self.recent[row, :, last.shape[1] :], last), 1)
-        # Once the writes are issued: they can get away beside it, and are the sooner gone.
-        return dense_attention(query, keys, values, past, seen, step.real(keys.device), self.scaling, sinks)
 
     def _past(
         self, step: Step, keys: torch.Tensor
@@ -161,10 +169,7 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
             step.pipeline.arrive(self.index)
             return self._decode_captured(step, step.pipeline, query, keys, values, lengths, sinks)
         self.working_set.write_tail(keys, values)
-        if step.on_demand:
-            weights = query.new_full((query.shape[0], step.count), 1 / step.count, dtype=torch.float32)
-            seen = step.where_taking(lengths, 0)
-            self._fetch("on_demand", query[:, :, : step.count], weights, seen, self.working_set.allocated)
+        self._fetch_now(step, query[:, :, : step.count], lengths)
         out = self.working_set.attend(query, lengths, step.tail_mask(keys.device), self.scaling, sinks)
         # Older than what this step predicts, so that a block it opens next never takes a predicted one's place.
         age = self.state.clock(keys.device, 0 if step.weights is None else 1)
@@ -218,60 +223,7 @@ class OasisLayer(CapturedSteps, CacheLayerMixin):
         # Made anew: an interrupted forward puts the old one back.
         self.recent = torch.cat((self.recent, query), 2)[:, :, -self.state.window :]
 
-    def _fetch(self, why: str, queries: torch.Tensor, weights: torch.Tensor, lengths: torch.Tensor, cap: int) -> None:
-        """Score, select and gather (in the pipeline's order), counting what moved under `why`."""
-        step = self.state.step
-        blocks = max(step.ends) // BLOCK if step else self.state.need_rows().most_blocks
-        if step is not None and step.pipeline is not None:
-            blocks = self.summaries.vectors.shape[2]
-        if blocks == 0:
-            return
-        with span(f"predict layer {self.index}"):
-            scores = self.summaries.score(queries, lengths // BLOCK, weights, self.scaling, blocks)
-        plan_block, plan_slot, counts, wasted = self.working_set.select(
-            scores, lengths, cap, self.state.clock(self.device)
-        )
-        self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
-        if why == "fetched":
-            self.counters.add_selection(counts, wasted)
-        else:
-            self.counters.add(why, counts[1])
-
     # -- between forwards -----------------------------------------------------------------------------------------
-
-    def first_select(self) -> None:
-        """The working set after a prefill: the open block, and the last token's own top-K with no cap. Residents that
-        are still true stay."""
-        rows = self.state.need_rows()
-        working_set = self.working_set
-        working_set.ensure(rows.most_blocks)
-        lengths = rows.lengths(self.device)
-        working_set.forget_from(torch.tensor(self.state.dirty_from, device=self.device))
-        self._open("first")
-        assert self.recent is not None
-        query, ones = self.recent[:, :, -1:], lengths.new_ones((len(rows), 1), dtype=torch.float32)
-        self._fetch("first", query, ones, lengths, working_set.allocated)
-        if any(n == working_set.allocated * BLOCK for n in rows.tokens):
-            self._fill_last_slot(lengths)
-
-    def _fill_last_slot(self, lengths: torch.Tensor) -> None:
-        """A row of exactly S closed blocks has no open one: its last block takes the slot that K = S - 1 leaves. It is
-        the first to go when the next block opens."""
-        working_set = self.working_set
-        slots = working_set.allocated
-        exact = (lengths == slots * BLOCK)[:, None, None]
-        block = torch.arange(slots, device=lengths.device)
-        resident = (working_set.table.unsqueeze(-1) == block).any(2)
-        scores = torch.where(exact & ~resident, 0.0, -torch.inf)
-        plan_block, plan_slot, counts, _ = working_set.select(scores, lengths, 1, self.state.clock(self.device, 1))
-        self.store.gather(self.index, working_set.keys, working_set.values, plan_block, plan_slot)
-        self.counters.add("first", counts[1])
-
-    def _open(self, why: str) -> None:
-        lengths = self.state.need_rows().lengths(self.device)
-        plan_block, plan_slot = self.working_set.open_plan(lengths, self.state.clock(self.device))
-        self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
-        self.counters.add(why, (plan_block >= 0).sum((0, 2)))
 
     def commit(self, entry: Entry, position: int, lengths: torch.Tensor, tokens: list[int] | None) -> None:
         """A tail entry is accepted in rows where `lengths` `[B]` is not negative: append it there. `tokens` are the

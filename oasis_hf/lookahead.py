@@ -94,6 +94,14 @@ def query_weights(
     return [with_draft if drafts else without, without]
 
 
+def turned(query: torch.Tensor, before: torch.Tensor, heads: int, below: float) -> torch.Tensor:
+    """Which of `heads` KV heads `[B, H]` bool a token's query has turned away in: its cosine with the last token's is
+    `below` that, the mean over the group's query heads, since a group selects as one (FreeKV, arXiv 2505.13109, whose
+    code takes the mean or the largest). query, before: `[B, Hq, D]`, post-RoPE, as they are scored."""
+    cosine = torch.cosine_similarity(query.float(), before.float(), dim=-1)
+    return cosine.unflatten(1, (heads, -1)).mean(-1) < below
+
+
 def row_weights(
     pair: torch.Tensor, found: torch.Tensor | None, rows: int, probabilities: torch.Tensor | None = None,
     window: int = 0,

@@ -31,8 +31,8 @@ class Report:
         return [layer for layer in self.layers if isinstance(layer, OasisLayer)]
 
     def stats(self) -> dict[str, torch.Tensor]:
-        """Counters in blocks, each `[sparse layers, KV heads]` int64 on the host (see `stats.COUNTERS`), and `bytes`,
-        what was moved into the working set, likewise. Empty before the first forward."""
+        """Counters, each `[sparse layers, KV heads]` int64 on the host (see `stats.COUNTERS`), and `bytes`, what was
+        moved into the working set, likewise. Empty before the first forward."""
         layers = [layer for layer in self.sparse_layers if layer.is_initialized]
         if not layers:
             return {}
@@ -49,6 +49,12 @@ class Report:
             return torch.zeros(0)
         hits = stats["hits"].sum(1).double()
         return hits / (hits + stats["fetched"].sum(1) + stats["capped"].sum(1))
+
+    def correction_rate(self) -> torch.Tensor:
+        """Share of KV heads, rows and steps in which a query had turned away (`correct_below`), `[sparse layers]`
+        float; nan where none was compared."""
+        stats = self.stats()
+        return stats["corrected"].sum(1).double() / stats["compared"].sum(1) if stats else torch.zeros(0)
 
     def memory(self) -> dict[str, int]:
         """Bytes: `host` (the full KV), `working_set` and `summaries` where the model runs, and `dense`, what a

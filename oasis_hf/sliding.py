@@ -95,12 +95,17 @@ class SlidingLayer(CacheLayerMixin):
         count = keys.shape[2]
         if step.columns and count > self.state.config.sliding_slack - TAIL:
             self._grow(step.columns, self.window + 2 * count)
-        skip = max(0, count - self.size)
-        at = torch.arange(step.columns + skip, step.columns + count, device=keys.device) % self.size
-        self.ring_keys[:, :, at], self.ring_values[:, :, at] = keys[:, :, skip:], values[:, :, skip:]
-        self.real[:, at] = True if valid is None else valid[:, skip:]
-        self.high = max(self.high, step.columns + count)
+        self.keep(keys, values, step.columns + count, valid)
         return out
+
+    def keep(self, keys: torch.Tensor, values: torch.Tensor, end: int, valid: torch.Tensor | None) -> None:
+        """Keys and values `[B, H, q, D]` of the columns before `end`, as many of the last as there is room for. valid:
+        `[B, columns]` bool, which of the last columns are real, None for all."""
+        count = min(keys.shape[2], self.size)
+        at = torch.arange(end - count, end, device=keys.device) % self.size
+        self.ring_keys[:, :, at], self.ring_values[:, :, at] = keys[:, :, -count:], values[:, :, -count:]
+        self.real[:, at] = True if valid is None else valid[:, -count:]
+        self.high = max(self.high, end)
 
     def _grow(self, columns: int, size: int) -> None:
         """A longer ring, so that a long verified stretch can be cropped again."""

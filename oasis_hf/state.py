@@ -29,7 +29,7 @@ class Step:
         predicts: whether blocks are predicted. weights: `[B, W + drafts]`, what each recent and draft query counts in
             that, once it is known from `pair` `[2, W + drafts]`: with a draft and without.
         held: what the drafter uses on the device in this step, where that can be captured. replayed: it was.
-        on_demand: select and fetch before attending.
+        on_demand: select and fetch before attending; corrects: the same, in KV heads whose query has turned away.
         taking: `[B]` bool, which rows take the token; None: all. The others run along, and nothing of them changes.
         pipeline: side streams of the step that is being captured; None: it runs eagerly.
         attended: indices of the layers that have attended in it.
@@ -47,6 +47,7 @@ class Step:
     pair: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     on_demand: bool = False
+    corrects: bool = False
     taking: torch.Tensor | None = None
     held: list[torch.Tensor] | None = None
     replayed: bool = False

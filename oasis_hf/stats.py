@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
-COUNTERS = ("hits", "fetched", "capped", "late", "wasted", "first", "reopened", "on_demand")
+COUNTERS = (
+    "hits", "fetched", "capped", "late", "wasted", "first", "reopened", "on_demand", "compared", "corrected",
+)  # fmt: skip
 """Blocks, summed over rows and steps. hits: predicted and resident; fetched: moved in by a decode step under the
 cap; capped: predicted but over the cap; late: not there when attention started; wasted: moved in and evicted unread;
 first: moved by a first selection; reopened: moved because `crop` reopened their block; on_demand: moved on the
-critical path."""
+critical path. Two count rows and steps instead: compared: in which a query was compared with the last one
+(`correct_below`); corrected: in which it had turned away, so that the head selected before attention."""
 
 
 class Counters:

@@ -113,13 +113,19 @@ class Stepper(Recall):
             state.mark_dirty([0] * len(rows))
 
     def _mode(self, count: int, columns: int) -> str:
+        due = columns > 0 and any(getattr(layer, "recent", layer) is None for layer in self.cache.layers)
+        if due and self.forced in ("decode", "verify"):
+            raise ValueError(
+                f"This OasisCache holds {columns} tokens whose prompt is not yet at its end: give it the prompt's rest "
+                f"outside `with cache.mode({self.forced!r})`."
+            )
         recording, self.recording = self.recording, "on" if self.recording == "armed" else self.recording
         if attach.in_prefill():
             self.recording = None
             return "prefill"
         if self.forced is not None:
             return self.forced
-        if columns == 0 or recording == "armed":
+        if columns == 0 or recording == "armed" or due:
             return "prefill"
         if count == 1:
             return "decode"
@@ -220,7 +226,8 @@ class Stepper(Recall):
         step = Step(
             mode, state.number, count, list(rows.tokens), rows.columns, chain + others,
             predicts=state.grows_sparse and predicts_blocks(config),
-            on_demand=config.lookahead == "on_demand" and state.grows_sparse, taking=rows.taking,
+            on_demand=config.lookahead == "on_demand" and state.grows_sparse,
+            corrects=config.correct_below is not None and state.grows_sparse, taking=rows.taking,
         )  # fmt: skip
         step.tail = self.tail = Tail.chain(ids, positions, count, chain, others)
         call = dict(call, attention_mask=None)

@@ -17,6 +17,12 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def kv_shape(config: Any) -> tuple[int, int]:
+    """KV heads and head_dim of one layer, by a decoder's own config."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def plain_model(model: Any) -> Any:
     """The model inside `torch.compile(model)`."""
     return getattr(model, "_orig_mod", model)
@@ -67,6 +73,6 @@ def refusals(model: Any, config: Any) -> Iterator[str]:
     if not getattr(model, "_supports_attention_backend", False):
         yield f"its code does not take attention functions from outside; {other}"
     size = getattr(model, "_tp_size", None) or 1
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads, _ = kv_shape(config)
     if size > 1 and heads % size:
         yield f"{heads} KV heads do not divide over tensor-parallel size {size}; choose a size that divides {heads}."

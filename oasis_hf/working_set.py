@@ -99,11 +99,15 @@ class WorkingSet:
         index = TAIL + slot.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=slot.device)
         return self.keys.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, self.keys.shape[-1]))
 
+    @property
+    def _select_fused(self) -> bool:
+        return cuda.serves(self.keys) and self.allocated <= cuda.MAX_SLOTS
+
     def select(
         self, scores: torch.Tensor, lengths: torch.Tensor, cap: int, step: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """`ops.select` on this set. Returns plan_block, plan_slot, counts and wasted `[H]`."""
-        if cuda.serves(self.keys):
+        if self._select_fused:
             plan, counts = cuda.plan_for(self.table, cap), self.table.new_zeros((4, self.table.shape[1]))
             self._select_step(scores, lengths, step, plan, counts[:3], counts[3])
             return *plan, counts[:3], counts[3]
@@ -127,7 +131,7 @@ class WorkingSet:
         self, plan: Plan, counters: Counters, scores: torch.Tensor, lengths: torch.Tensor, step: torch.Tensor
     ) -> None:
         """`select` with what it returns written to `plan` `[B, H, C]` and added to `counters`."""
-        if cuda.serves(self.keys):
+        if self._select_fused:
             return self._select_step(scores, lengths, step, plan, counters.selection, counters.of("wasted"))
         found = self.select(scores, lengths, plan[0].shape[2], step)
         for have, new in zip(plan, found):

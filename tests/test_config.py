@@ -18,6 +18,7 @@ WRONG = {
     "lookahead": ["drafts", None, 3, {}, {"draft": 1.0}, {"draft": 1, "oracle": 1}, {"draft": 0, "previous": 1},
                   ["draft"], {"draft": float("inf"), "previous": 1.0}, {"draft": float("nan"), "previous": 1.0}],
     "smooth_queries": [0, 65, 2.0, None],
+    "correct_below": [0.9, -1.1, 1.01, float("nan"), "0.9", True],  # 0.9: with the default lookahead
     "scorer": ["quest", None],
     "half_range": [-0.1, 1.1, float("nan"), True],
     "reduction": ["sum", None],
@@ -46,6 +47,7 @@ RIGHT = {
     "fetch_ratio": [1, 1e-6],
     "lookahead": ["draft", "previous", "smoothed", "oracle", "on_demand", "none", {"draft": 0.7, "previous": 0.3}],
     "smooth_queries": [1, 64],
+    "correct_below": [None],
     "scorer": ["minmax", "midrange"],
     "half_range": [0, 1],
     "reduction": ["max", "mean", "softmax-mean"],
@@ -83,6 +85,16 @@ def test_a_wrong_value_names_the_knob_the_value_and_what_is_allowed(knob, value)
 @pytest.mark.parametrize("knob, value", cases(RIGHT))
 def test_a_value_at_the_edge_is_taken(knob, value):
     assert getattr(OasisConfig(**{knob: value}), knob) == value
+
+
+@pytest.mark.parametrize("below", [-1, 0, 0.9, 1.0])
+def test_a_threshold_belongs_to_previous_queries(below):
+    assert OasisConfig(lookahead="previous", correct_below=below).correct_below == below
+    for lookahead in ("draft", "smoothed", "on_demand", "none", {"draft": 1, "previous": 1}):
+        with pytest.raises(ConfigError, match="is not allowed: use None, or lookahead='previous'"):
+            OasisConfig(lookahead=lookahead, correct_below=below)
+    with pytest.raises(ConfigError, match="use a number from -1.0 to 1.0 or None"):
+        OasisConfig(lookahead="previous", correct_below=below + 2.1)
 
 
 def test_the_tables_above_name_every_knob():

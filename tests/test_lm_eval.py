@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from oasis_hf import ConfigError, DrafterError, OasisCache, models
+from oasis_hf import ConfigError, DrafterError, OasisCache, mode_config, models
 
 pytest.importorskip("lm_eval")
 
@@ -213,6 +213,13 @@ def test_arguments_of_the_command_line(letters, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_a_mode_of_the_command_line(letters):
+    lm = OasisLM(tiny("llama"), tokenizer=letters, mode="quest", budget="64", seed=3)
+    assert lm.oasis.state.config == mode_config("quest", 64, seed=3)
+    assert lm.get_model_info()["oasis"]["mode"] == "quest"
+    assert OasisLM(tiny("llama"), tokenizer=letters).get_model_info()["oasis"]["mode"] is None
+
+
 def test_knobs_may_be_text():
     config, harness = arguments.split(
         {"budget": "96", "lookahead": '{"draft": 0.5, "previous": 0.5}', "graphs": "false", "scorer": "minmax",
@@ -232,6 +239,8 @@ def test_knobs_may_be_text():
         ({"batch_size": 0}, "batch_size=0 is not allowed"),
         ({"sparse_loglikelihood": "half"}, "sparse_loglikelihood='half' is not allowed: use True or False"),
         ({"dtype": "int4"}, "dtype='int4' is not allowed: use one of 'auto', 'float32'"),
+        ({"mode": "fast"}, "mode='fast' is not allowed: use one of 'dense', 'quest', 'on_demand', 'previous', 'oasis'"),
+        ({"mode": "quest", "lookahead": "draft"}, "mode='quest' sets lookahead='on_demand': leave lookahead='draft'"),
         ({"device": "tpu9"}, "device='tpu9' is not allowed: use 'cpu'"),
         ({"drafter": "nowhere/at-all"}, "nowhere/at-all"),
     ],

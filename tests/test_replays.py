@@ -148,6 +148,8 @@ def test_a_replay_is_the_eager_step(replays, family):
 @pytest.mark.parametrize(
     "knobs",
     [{"lookahead": "previous", "sink_blocks": 1}, {"lookahead": "on_demand"}, {"lookahead": "none"},
+     {"lookahead": "previous", "correct_below": 0.1},
+     {"lookahead": "previous", "correct_below": 1.0, "recent_blocks": 1},
      {"lookahead": {"draft": 1.0, "previous": 2.0}, "tokens_per_summary": 4}, {"seed": 3, "smooth_queries": 2},
      {"scorer": "minmax", "reduction": "max", "summary_dtype": "model"}, {"budget": 512}],
     ids=str,
@@ -214,7 +216,12 @@ def test_accepted_drafts_between_replays(replays, family):
 # -- what a replayed step makes ready for the next ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("knobs", [{}, {"drafter": "previous", "lookahead": "smoothed"}, {"candidates": 3}], ids=str)
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"drafter": "previous", "lookahead": "smoothed"}, {"candidates": 3},
+     {"lookahead": "previous", "correct_below": 0.1, "reduction": "max"}],
+    ids=str,
+)  # fmt: skip
 def test_rows_at_their_own_pace(replays, knobs):
     """`oasis_hf.generate`: rows that take no part, and a number of accepted drafts for each, between and in replays."""
     model, inputs = tiny("llama"), inputs_of([100, 90, 61])

@@ -79,8 +79,9 @@ def capturable_experts(monkeypatch):
         {"lookahead": "draft", "speculate": True, "draft_tokens": 2},
         {"lookahead": "smoothed", "scorer": "minmax", "reduction": "max"},
         {"lookahead": "on_demand", "summary_dtype": "model"},
+        {"lookahead": "previous", "correct_below": 0.1},
     ],
-    ids=["1-query", "2-queries", "3-queries", "4-queries", "smoothed", "on-demand"],
+    ids=["1-query", "2-queries", "3-queries", "4-queries", "smoothed", "on-demand", "corrected"],
 )
 def test_no_sync_inside_the_forward(family, knobs, capturable_experts):
     model = tiny(family)

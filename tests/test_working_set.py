@@ -4,6 +4,8 @@ drives it, against plain lists of tokens."""
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from oasis_hf.config import BLOCK, TAIL
+from oasis_hf.ops import cuda
+from oasis_hf.stats import Counters
 from oasis_hf.store import HostStore
 from oasis_hf.working_set import FIRST_SLOTS, WorkingSet
 
@@ -353,3 +357,20 @@ def test_where_memory_runs_out_nothing_has_grown(monkeypatch, last):
     assert all(vars(working_set)[name] is value for name, value in before.items())
     working_set.ensure(20)
     assert working_set.allocated == len(working_set.order) == (working_set.keys.shape[2] - TAIL) // BLOCK == 20
+
+
+def test_more_slots_than_the_compiled_select_takes_are_the_references(monkeypatch):
+    source = (Path(__file__).parents[1] / "csrc" / "select.cu").read_text()
+    bits = int(re.search(r"SLOT_BITS = (\d+);", source)[1])
+    assert "MAX_SLOTS = 1 << SLOT_BITS;" in source and 1 << bits == cuda.MAX_SLOTS
+    compiled = []
+    monkeypatch.setattr(cuda, "serves", lambda keys: True)
+    monkeypatch.setattr(WorkingSet, "_select_step", lambda self, *args: compiled.append(self.allocated))
+    for slots in (cuda.MAX_SLOTS, cuda.MAX_SLOTS + 1):
+        working_set = make(slots, ensure=slots)
+        scores, length = torch.zeros((1, 1, slots)), torch.tensor([slots * BLOCK])
+        plan_block, *_ = working_set.select(scores, length, 2, torch.tensor(1))
+        plan, counters = (torch.full((1, 1, 2), -1), torch.zeros((1, 1, 2), dtype=torch.int64)), Counters(1, CPU)
+        working_set.select_into(plan, counters, scores, length, torch.tensor(1))
+    assert compiled == [cuda.MAX_SLOTS] * 2
+    assert plan_block.tolist() != [[[-1, -1]]] and counters.of("hits").item() == 2

@@ -54,6 +54,10 @@ class Drafter:
     def nbytes(self) -> int:
         return 0
 
+    def bytes_for(self, rows: int) -> tuple[int, int]:
+        """What `nbytes` will be with so many rows: weights, which caches may share, and what it keeps of the rows."""
+        return 0, 0
+
     def check(self, model: Any) -> None:
         """Raise `DrafterError` if it does not fit the model. Called once, when the cache is made."""
 

@@ -11,10 +11,11 @@ import torch
 from lm_eval.utils import handle_arg_string
 
 from ..config import ConfigError, OasisConfig
+from ..modes import mode_config
 
 logger = logging.getLogger(__name__)
 
-OWN = ("pretrained", "device", "dtype", "batch_size", "drafter", "sparse_loglikelihood")
+OWN = ("pretrained", "device", "dtype", "batch_size", "drafter", "mode", "sparse_loglikelihood")
 """Named arguments of `OasisLM`."""
 
 HARNESS = (
@@ -26,11 +27,12 @@ HARNESS = (
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def split(arguments: dict[str, Any]) -> tuple[OasisConfig, dict[str, Any]]:
-    """The cache's config, and what is left for `HFLM`. Strings become what a knob's type says.
+def split(arguments: dict[str, Any], mode: Any = None) -> tuple[OasisConfig, dict[str, Any]]:
+    """The cache's config, that of a mode where one is named, and what is left for `HFLM`. Strings become what a knob's
+    type says.
 
     Raises:
-        ConfigError: an argument that nobody takes, or a knob's wrong value.
+        ConfigError: an argument that nobody takes, an unknown mode, or a knob's wrong value.
     """
     knobs = {field.name: field for field in fields(OasisConfig)}
     for name in arguments:
@@ -40,7 +42,8 @@ def split(arguments: dict[str, Any]) -> tuple[OasisConfig, dict[str, Any]]:
                 f"and of the harness {', '.join(HARNESS)}."
             )
     own = {name: _value(knobs[name], value) for name, value in arguments.items() if name in knobs}
-    return OasisConfig(**own), {name: value for name, value in arguments.items() if name in HARNESS}
+    config = OasisConfig(**own) if mode is None else mode_config(mode, **own)
+    return config, {name: value for name, value in arguments.items() if name in HARNESS}
 
 
 def _value(knob: Field, value: Any) -> Any:

@@ -34,6 +34,7 @@ class OasisLM(HFLM):
         device, dtype: where to and as what it is loaded; "auto", None: as `load` has it.
         batch_size: rows of a batch, an integer.
         drafter: as `OasisCache` takes it.
+        mode: a name in `oasis_hf.MODES`, whose policy the cache has; None: what the knobs say.
         sparse_loglikelihood: whether loglikelihoods are those of the working set.
         **given: knobs of `OasisConfig`, as text too, and `arguments.HARNESS`, which `HFLM` explains. tokenizer: an id
             or path, or a loaded one; None: the model's.
@@ -45,9 +46,10 @@ class OasisLM(HFLM):
 
     def __init__(
         self, pretrained: Any = None, *, device: Any = None, dtype: Any = None, batch_size: Any = 1,
-        drafter: Any = None, sparse_loglikelihood: Any = True, **given: Any,
+        drafter: Any = None, mode: Any = None, sparse_loglikelihood: Any = True, **given: Any,
     ) -> None:  # fmt: skip
-        config, harness = arguments.split(given)
+        config, harness = arguments.split(given, mode)
+        self.mode = mode
         batch_size = arguments.rows(batch_size)
         self.sparse_loglikelihood = arguments.switch("sparse_loglikelihood", sparse_loglikelihood)
         where, as_what = arguments.torch_device(device), arguments.torch_dtype(dtype)
@@ -70,6 +72,7 @@ class OasisLM(HFLM):
         """As `HFLM` has it, and what the cache was, for the results."""
         config = self.oasis.state.config
         oasis = {field.name: getattr(config, field.name) for field in fields(config)}
+        oasis["mode"] = self.mode
         oasis["drafter"] = type(self.oasis.drafter).__name__
         return {**super().get_model_info(), "oasis": {**oasis, "sparse_loglikelihood": self.sparse_loglikelihood}}
 

@@ -52,6 +52,10 @@ def available() -> bool:
     return _extension is not None
 
 
+MAX_SLOTS = 1 << 12
+"""Most slots that the compiled `select` sorts: a budget of 65,536 tokens."""
+
+
 def serves(tensor: torch.Tensor) -> bool:
     """Whether the compiled operators take keys or queries like this: dtype and head_dim."""
     return tensor.is_cuda and tensor.dtype in DTYPES and tensor.shape[-1] in HEAD_DIMS and available()

@@ -72,12 +72,13 @@ class ModelShape:
         dense, experts = _parameters(model)
         used = getattr(text, "num_experts_per_tok", None)
         share = used / _experts(text) if experts and used else 1.0
+        kv_heads, head_dim = supported.kv_shape(text)
         return cls(
             layers=sum(window is None for window in windows),
             windows=tuple(window for window in windows if window is not None),
             heads=text.num_attention_heads,
-            kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             kv_itemsize=dtype.itemsize,
             weights=sum(weight.numel() for weight in model.parameters()) * size,
             streamed=dense * size,

@@ -30,6 +30,7 @@ def on_gpu(inputs):
 
 KNOBS = [{}, {"scorer": "minmax", "reduction": "max", "summary_dtype": "model", "tokens_per_summary": 16},
          {"lookahead": "previous", "tokens_per_summary": 4, "sink_blocks": 1}, {"lookahead": "on_demand"},
+         {"lookahead": "previous", "correct_below": 0.9},
          {"speculate": True, "draft_tokens": 2}, {"speculate": True, "candidates": 3}, {"candidates": 2}]  # fmt: skip
 
 

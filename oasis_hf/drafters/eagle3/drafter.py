@@ -92,6 +92,12 @@ class Eagle3Drafter(Drafter):
         parts = [*self.head.parameters(), *([] if self.tapped is None else [self.tapped])]
         return sum(part.nbytes for part in parts) + (self.past.nbytes if self.past is not None else 0)
 
+    def bytes_for(self, rows: int) -> tuple[int, int]:
+        weight, config = self.head.fc.weight, self.head.config
+        past = Past(rows, config, self.window, weight.dtype, torch.device("meta"))
+        tapped = len(self.taps) * rows * TAIL * config.target_hidden_size * weight.itemsize
+        return sum(part.nbytes for part in self.head.parameters()), past.nbytes + tapped
+
     def _room(self, rows: int) -> tuple[Past, torch.Tensor]:
         """Buffers for so many rows: the same ones while their number is."""
         config, weight = self.head.config, self.head.fc.weight

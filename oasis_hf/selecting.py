@@ -1,0 +1,111 @@
+"""A layer's choice of blocks: scored, selected and fetched behind a step, before it attends, or after a prompt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .config import BLOCK
+from .lookahead import turned
+from .spans import span
+from .state import State, Step
+from .stats import Counters
+from .summaries import Summaries
+from .working_set import WorkingSet
+
+
+class Selecting:
+    """The part of `OasisLayer` that decides what is in the working set."""
+
+    if TYPE_CHECKING:
+        state: State
+        index: int
+        heads: int
+        scaling: float
+        device: torch.device
+        working_set: WorkingSet
+        summaries: Summaries
+        counters: Counters
+        recent: torch.Tensor | None
+
+        @property
+        def store(self) -> Any: ...
+
+    def _fetch_now(self, step: Step, query: torch.Tensor, lengths: torch.Tensor) -> None:
+        """What this step's own queries `[B, Hq, count, D]` choose is there before they attend, where it fetches on
+        demand or corrects. `recent` still ends with the token before."""
+        if not (step.on_demand or step.corrects):
+            return
+        heads, below = None, self.state.config.correct_below
+        if step.corrects:
+            assert self.recent is not None and below is not None
+            heads = turned(query[:, :, 0], self.recent[:, :, -1], self.heads, below)
+            takes = step.once("takes", lambda: step.where_taking(lengths, -1) >= 0)[:, None]
+            heads = heads & takes
+            self.counters.add("compared", takes.sum(0).expand(self.heads))
+            self.counters.add("corrected", heads.sum(0))
+        shape = (len(query), step.count)
+        weights = step.once("now", lambda: query.new_full(shape, 1 / step.count, dtype=torch.float32))
+        self._fetch("on_demand", query, weights, step.where_taking(lengths, 0), self.working_set.allocated, heads)
+
+    def _fetch(
+        self, why: str, queries: torch.Tensor, weights: torch.Tensor, lengths: torch.Tensor, cap: int,
+        heads: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Score, select and gather (in the pipeline's order), counting what moved under `why`. heads: `[B, H]` bool,
+        where; what stands in the others keeps its age. None: everywhere."""
+        step = self.state.step
+        blocks = max(step.ends) // BLOCK if step else self.state.need_rows().most_blocks
+        if step is not None and step.pipeline is not None:
+            blocks = self.summaries.vectors.shape[2]
+        if blocks == 0:
+            return
+        with span(f"predict layer {self.index}"):
+            scores = self.summaries.score(queries, lengths // BLOCK, weights, self.scaling, blocks)
+        if heads is not None:
+            scores = scores.masked_fill(~heads.unsqueeze(-1), -torch.inf)  # nothing is predicted by that
+        plan_block, plan_slot, counts, wasted = self.working_set.select(
+            scores, lengths, cap, self.state.clock(self.device)
+        )
+        self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
+        if why == "fetched":
+            self.counters.add_selection(counts, wasted)
+        else:
+            self.counters.add(why, counts[1])
+            if heads is not None:
+                self.counters.add("wasted", wasted)
+
+    def first_select(self) -> None:
+        """The working set after a prefill: the open block, and the last token's own top-K with no cap. Residents that
+        are still true stay."""
+        rows = self.state.need_rows()
+        working_set = self.working_set
+        working_set.ensure(rows.most_blocks)
+        lengths = rows.lengths(self.device)
+        working_set.forget_from(torch.tensor(self.state.dirty_from, device=self.device))
+        self._open("first")
+        assert self.recent is not None
+        query, ones = self.recent[:, :, -1:], lengths.new_ones((len(rows), 1), dtype=torch.float32)
+        self._fetch("first", query, ones, lengths, working_set.allocated)
+        if any(n == working_set.allocated * BLOCK for n in rows.tokens):
+            self._fill_last_slot(lengths)
+
+    def _fill_last_slot(self, lengths: torch.Tensor) -> None:
+        """A row of exactly S closed blocks has no open one: its last block takes the slot that K = S - 1 leaves. It is
+        the first to go when the next block opens."""
+        working_set = self.working_set
+        slots = working_set.allocated
+        exact = (lengths == slots * BLOCK)[:, None, None]
+        block = torch.arange(slots, device=lengths.device)
+        resident = (working_set.table.unsqueeze(-1) == block).any(2)
+        scores = torch.where(exact & ~resident, 0.0, -torch.inf)
+        plan_block, plan_slot, counts, _ = working_set.select(scores, lengths, 1, self.state.clock(self.device, 1))
+        self.store.gather(self.index, working_set.keys, working_set.values, plan_block, plan_slot)
+        self.counters.add("first", counts[1])
+
+    def _open(self, why: str) -> None:
+        lengths = self.state.need_rows().lengths(self.device)
+        plan_block, plan_slot = self.working_set.open_plan(lengths, self.state.clock(self.device))
+        self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
+        self.counters.add(why, (plan_block >= 0).sum((0, 2)))
