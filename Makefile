@@ -1,6 +1,7 @@
 # make demo   one question about a long document, answered with a dense cache and with an OasisCache
 # make test   lint, the core tests on the oldest transformers, then all tests on the newest
 # make lint   ruff and mypy
+# make results   docs/results.md and the README's tables, from the JSON in eval/results/; it measures nothing
 # Each sets up what it needs. TORCH and PYTHON can be given: make test TORCH='torch==2.9.0' PYTHON=python3.12
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # cores wait for each other. A file stays in one worker, which loads the real model once.
 PYTEST = -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-oldest lint clean
+.PHONY: demo test test-oldest lint results clean
 
 demo: .venv/ready
 	.venv/bin/oasis-hf demo $(MODEL)
@@ -31,6 +32,9 @@ lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+results: .venv/ready
+	.venv/bin/python eval/results_page.py
 
 .venv/ready: TRANSFORMERS = $(NEWEST)
 .venv-517/ready: TRANSFORMERS = $(OLDEST)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,6 +21,7 @@ import torch
 from provenance import provenance
 
 from oasis_hf import OasisConfig, bench
+from oasis_hf.attach import cache_name
 from oasis_hf.bench import Reading, dense, random_model
 from oasis_hf.forced import Injected
 
@@ -108,38 +108,36 @@ def generated(model: Any) -> Iterator[dict[str, Any]]:
 
 
 @torch.no_grad()
-def stock(model: Any) -> Iterator[dict[str, Any]]:
-    """transformers' own caches: eager over DynamicCache, and StaticCache with the model's forward compiled as generate
-    compiles it. Keys and values are noise."""
+def stock_step(model: Any, rows: int, context: int, static: bool, steps: int = 8, warm: int = 5) -> Reading:
+    """A step of transformers' own caches: eager over DynamicCache, or StaticCache with the model's forward compiled as
+    generate compiles it (on a GPU). Keys and values are noise."""
     from transformers import DynamicCache, StaticCache
 
-    def timed(rows: int, context: int, cache: Any, forward: Any, what: str) -> dict[str, Any]:
-        token, times = torch.full((rows, 1), 7, device="cuda"), []
-        for i in range(13):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            at = torch.full_like(token, context + i)
-            begin.record()
-            forward(input_ids=token, position_ids=at, past_key_values=cache)
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        ms = statistics.median(times[5:])
-        return told(Reading(what, rows, ms, ms, 0, ""), context)
+    config, weight = model.config, next(model.parameters())
+    cache: Any = StaticCache(config=config, max_cache_len=context + 64) if static else DynamicCache(config=config)
+    shape = (rows, config.num_key_value_heads, context, config.head_dim)
+    for layer in range(config.num_hidden_layers):
+        cache.update(*(torch.randn(shape, device=weight.device, dtype=weight.dtype) for _ in "kv"), layer)
+    on_gpu = weight.device.type == "cuda"
+    compiles = static and on_gpu
+    forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True, dynamic=False) if compiles else model
+    token, times = torch.full((rows, 1), 7, device=weight.device), []
+    for i in range(warm + steps):
+        at = torch.full_like(token, context + i)
+        with bench.between(times, on_gpu):
+            forward(input_ids=token, position_ids=at, **{cache_name(model): cache})
+        if on_gpu:
+            torch.cuda.synchronize()
+    ms = bench.median(times[warm:])
+    what = "stock StaticCache, compiled" if compiles else f"stock {type(cache).__name__}, eager"
+    return Reading(what, rows, ms, ms, 0, "")
 
-    shape = (HEADS, SIXTEEN, 128)
-    for rows in (16, 24):
-        cache = DynamicCache(config=model.config)
-        for layer in range(LAYERS):
-            cache.update(*(torch.randn(rows, *shape, device="cuda", dtype=torch.bfloat16) for _ in "kv"), layer)
-        yield timed(rows, SIXTEEN, cache, model, "stock DynamicCache, eager")
-        del cache
+
+def stock(model: Any) -> Iterator[dict[str, Any]]:
+    """transformers' own caches."""
+    for rows, static in ((16, False), (24, False), (16, True)):
+        yield told(stock_step(model, rows, SIXTEEN, static), SIXTEEN)
         torch.cuda.empty_cache()
-    rows = 16
-    cache = StaticCache(config=model.config, max_cache_len=SIXTEEN + 64)
-    for layer in range(LAYERS):
-        cache.update(*(torch.randn(rows, *shape, device="cuda", dtype=torch.bfloat16) for _ in "kv"), layer)
-    compiled = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True, dynamic=False)
-    yield timed(rows, SIXTEEN, cache, compiled, "stock StaticCache, compiled")
 
 
 def told(one: Reading, context: int, bar: float | None = None, **more: Any) -> dict[str, Any]:

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import report_own as own
 from cells import LOOKAHEADS, PAPER, Score, lookahead_named
+from report_tables import Lines, console, made, markdown
+from report_tables import show as show_tables
 from result_agreement import KNOBS, Row, default_of, find, mean
-from rich.console import Console
-from rich.table import Table
-
-console = Console(width=150, soft_wrap=False)
-Lines = tuple[str, list[str], list[list[str]]]
 
 
 def note(line: str) -> None:
@@ -20,34 +17,19 @@ def note(line: str) -> None:
 
 
 def write_markdown(result: Row, out: Path) -> None:
-    pages = [f"# Agreement and kept mass: {result['settings']['model']}", _preface(result)]
-    for title, head, rows in tables(result):
-        lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-        pages += [f"## {title}", "\n".join(lines)]
+    pages = [f"# Agreement and kept mass: {result['settings']['model']}", *made(result["provenance"])]
+    pages += [about(result), *markdown(tables(result))]
     out.write_text("\n\n".join(pages) + "\n")
 
 
 def show(result: Row) -> None:
-    for title, head, rows in tables(result):
-        table = Table(title=title, title_justify="left")
-        for place, name in enumerate(head):
-            table.add_column(name, justify="left" if place == 0 else "right")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    show_tables(tables(result))
 
 
-def _preface(result: Row) -> str:
+def about(result: Row) -> str:
     settings = result["settings"]
-    made = []
-    for one in result["provenance"]:
-        machine = one["machine"].get("gpu", one["machine"]["processor"])
-        versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
-        made.append(f"`{one['command']}` on {machine}, {one['date']}, commit {one['commit']}; {versions}.")
     return (
-        "\n\n".join(made)
-        + f"\n\nDefault: {label(default_of(result)[0])}, lookahead {default_of(result)[1]}."
+        f"Default: {label(default_of(result)[0])}, lookahead {default_of(result)[1]}."
         + f"\n\n{settings['prompt']:,} prompt tokens and {settings['steps']} teacher-forced steps a text. *Missed* is "
         "1 - kept: the share of the true attention that is on no selected block, not on the open block and not on the "
         "token itself; mean over texts, layers, KV heads and steps, **without** a fetch cap. *Under the cap* it is "

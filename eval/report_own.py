@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cells import LOOKAHEADS, Score
+from report_tables import Lines
 from result_agreement import KNOBS, Row, find, mean
 
 MODES = ("off", "on")
 HEAD = "own text, off / on"
-Lines = tuple[str, list[str], list[list[str]]]
 
 
 def there(result: Row) -> bool:

@@ -11,6 +11,7 @@ import argparse
 import datetime
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from . import __version__
+from .attach import cache_name
 from .cache import OasisCache
 from .config import BLOCK, ConfigError, OasisConfig
 from .drafters.base import Drafter
@@ -39,15 +41,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-WARM = 8
-"""Steps before those that are timed: eager ones, compilation and capture."""
+WARM = {"cuda": 8, "cpu": 1}
+"""Steps before those that are timed: on a GPU eager ones, compilation and capture."""
 
-STEPS = {
-    "model": ("model over the working set", False, False),
-    "prediction": ("and prediction", True, False),
-    "whole": ("and transfer: the whole step", True, True),
+STEPS: dict[str, tuple[str, dict[str, bool]]] = {
+    "bare": ("model without keys and values", dict(working_set=False, predict=False, transfer=False)),
+    "model": ("model over the working set", dict(predict=False, transfer=False)),
+    "score": ("and scores", dict(select=False)),
+    "prediction": ("and prediction", dict(transfer=False)),
+    "whole": ("and transfer: the whole step", {}),
 }
-"""Parts of a step that are timed: a name, and whether blocks are predicted and transferred."""
+"""Parts of a step that are timed: a name, and what `forced.parts` leaves out."""
 
 DENSE_ROOM = 256
 """Tokens that the dense mode's cache holds beyond the context."""
@@ -94,26 +98,27 @@ class Ceilings:
         pinned = torch.zeros(size // 4, dtype=torch.uint8, pin_memory=True)
 
         def seconds(copy: Callable[[], Any]) -> float:
-            times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+            times: list[Span] = []
             for _ in range(7):
-                with _between(times):
+                with between(times):
                     copy()
-            return _median(times[2:]) / 1e3
+            return median(times[2:]) / 1e3
 
         hbm = 2 * size / seconds(lambda: target.copy_(source))
         link = pinned.numel() / seconds(lambda: target[: pinned.numel()].copy_(pinned, non_blocking=True))
         return cls(hbm, link)
 
 
-def hbm_bytes(model: Any, cache: OasisCache, context: int, predicts: bool) -> int:
-    """What a step must read of the device's memory: weights, K and V of the working set and, where it predicts, the
-    summaries of closed blocks."""
+def hbm_bytes(model: Any, cache: OasisCache, context: int, predicts: bool, attends: bool = True) -> int:
+    """What a step must read of the device's memory: weights, K and V of the working set where it attends and, where it
+    predicts, the summaries of closed blocks."""
     skipped = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is skipped
     total = sum(weight.nbytes for weight in model.parameters() if tied or weight is not skipped)
     for layer in cache.sparse_layers:
-        total += layer.working_set.keys.nbytes + layer.working_set.values.nbytes
+        if attends:
+            total += layer.working_set.keys.nbytes + layer.working_set.values.nbytes
         if predicts and predicts_blocks(cache.state.config):
             total += layer.summaries.nbytes * (context // BLOCK) // layer.summaries.vectors.shape[2]
     return total
@@ -194,44 +199,64 @@ class _Timed:
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self.graph = graph
-        self.times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.times: list[Span] = []
 
     def replay(self) -> None:
-        with _between(self.times):
+        with between(self.times):
             self.graph.replay()
 
 
+class _HostStamp:
+    """What an event is on a GPU: a time, here the host's own."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other: "_HostStamp") -> float:
+        return (other.at - self.at) * 1e3
+
+
+Span = tuple[Any, Any]
+"""Stamps of a beginning and an end."""
+
+
 @contextmanager
-def _between(times: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> Iterator[None]:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+def between(times: list[Span], on_gpu: bool = True) -> Iterator[None]:
+    """When what runs inside begins and ends is added to `times`."""
+    begin, end = (torch.cuda.Event(enable_timing=True) if on_gpu else _HostStamp() for _ in range(2))
     begin.record()
     yield
     end.record()
     times.append((begin, end))
 
 
-def _median(times: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
-    torch.cuda.synchronize()
+def median(times: list[Span]) -> float:
+    """Milliseconds."""
+    if times and not isinstance(times[0][0], _HostStamp):
+        torch.cuda.synchronize()
     return statistics.median(begin.elapsed_time(end) for begin, end in times)
 
 
 @torch.no_grad()
 def step_ms(model: Any, cache: OasisCache, steps: int) -> tuple[float, float]:
-    """Median milliseconds of a decode step: its replay alone, and as its caller sees it with no work between steps."""
-    rows = len(cache.state.need_rows())
+    """Median milliseconds of a decode step: its replay alone, and as its caller sees it with no work between steps. On
+    a CPU nothing is replayed, and both are the call's."""
+    rows, on_gpu = len(cache.state.need_rows()), cache.device.type == "cuda"
     token = torch.full((rows, 1), 7, device=cache.device)
-    calls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    for step in range(steps + WARM):
-        if step == WARM:
+    calls: list[Span] = []
+    warm = WARM[cache.device.type]
+    for step in range(steps + warm):
+        if step == warm:
             calls.clear()
             for one in cache.graphs.captured.values():
                 one.graph = _Timed(one.graph)  # type: ignore[assignment]
         at = torch.full_like(token, cache.get_seq_length())
-        with _between(calls):
-            model(input_ids=token, position_ids=at, past_key_values=cache, logits_to_keep=1)
-        torch.cuda.synchronize()
+        with between(calls, on_gpu):
+            model(input_ids=token, position_ids=at, **{cache_name(model): cache}, logits_to_keep=1)
+        if on_gpu:
+            torch.cuda.synchronize()
     replays = [time for one in cache.graphs.captured.values() for time in getattr(one.graph, "times", ())]
-    return _median(replays or calls), _median(calls)
+    return median(replays or calls), median(calls)
 
 
 def bench(
@@ -244,11 +269,14 @@ def bench(
     others."""
     readings = []
     for part in parts_of:
-        what, predict, transfer = STEPS[part]
+        what, left = STEPS[part]
         config = OasisConfig(graphs=graphs, compile_after=0 if compiled else None, **knobs)
-        with forced_misses(True), fetches_of(shares), parts(predict, transfer):
-            readings.append(_reading(what, model, config, rows, context, steps, pool_gib, predict, Injected(drafted)))
-            if shares is not None:
+        with forced_misses(True), fetches_of(shares), parts(**left):
+            does = left.get("predict", True), left.get("working_set", True)
+            readings.append(_reading(what, model, config, rows, context, steps, pool_gib, *does, Injected(drafted)))
+            if not left.get("transfer", True):
+                readings[-1].bytes = 0  # the counters are the selection's
+            elif shares is not None:
                 readings[-1].bytes = round(readings[-1].bytes * mean_fetched(shares) / (len(shares) - 1))
     return readings
 
@@ -267,13 +295,15 @@ def dense(
 
 def _reading(
     what: str, model: Any, config: OasisConfig, rows: int, context: int, steps: int, pool_gib: float, predicts: bool,
-    drafter: Drafter | None = None,
+    attends: bool = True, drafter: Drafter | None = None,
 ) -> Reading:  # fmt: skip
     cache = filled(model, config, rows, context, pool_gib, drafter)
     before = int(cache.stats()["fetched"].sum())
-    read = hbm_bytes(model, cache, context, predicts)
+    read = hbm_bytes(model, cache, context, predicts, attends)
     ms, call_ms = step_ms(model, cache, steps)
-    moved = (int(cache.stats()["fetched"].sum()) - before) * cache.state.block_bytes // (steps + WARM)
+    moved = (
+        (int(cache.stats()["fetched"].sum()) - before) * cache.state.block_bytes // (steps + WARM[cache.device.type])
+    )
     graph = f"none: {cache.graphs.refused}" if cache.graphs.refused else "compiled layers"
     if not cache.graphs.refused and (cache.graphs.unfused or config.compile_after is None):
         graph = f"stock layers{': ' + cache.graphs.unfused if cache.graphs.unfused else ''}"

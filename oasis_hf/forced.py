@@ -15,6 +15,7 @@ from .drafters.base import Draft, Drafter
 from .layers import OasisLayer
 from .store import HostStore, Move
 from .summaries import Summaries
+from .working_set import WorkingSet
 
 CHANCES = 8
 """Draws of chance scores."""
@@ -44,9 +45,14 @@ class Injected(Drafter):
 
 
 @contextmanager
-def forced_misses(on: bool) -> Iterator[None]:
+def forced_misses(on: bool, blocks: int = 0) -> Iterator[None]:
     """Scores are made as always, then replaced by chance, one of CHANCES drawn in turn, the same in all layers: what is
-    predicted is anything, and C of it are fetched. What closes after the first step is not predicted."""
+    predicted is anything, and C of it are fetched.
+
+    Args:
+        blocks: of a row, at most, where rows grow; 0: they hardly do, and what closes after the first step is not
+            predicted.
+    """
     score = Summaries.score
     drawn: dict[str, Any] = {}
 
@@ -54,14 +60,18 @@ def forced_misses(on: bool) -> Iterator[None]:
         scores = score(self, query, closed, *rest)
         if not drawn:
             rows, heads, most = self.vectors.shape[:3]
+            most = max(most, blocks)
             noise = torch.rand((CHANCES, rows, heads, most), device=scores.device)
-            beyond = torch.arange(most, device=scores.device) >= closed[:, None, None]
-            drawn["all"] = noise.masked_fill_(beyond, -torch.inf)
-            drawn["now"], drawn["first"] = drawn["all"][0].clone(), id(self)
+            drawn["place"] = torch.arange(most, device=scores.device)
+            if not blocks:
+                noise.masked_fill_(drawn["place"] >= closed[:, None, None], -torch.inf)
+            drawn["all"], drawn["now"], drawn["first"] = noise, noise[0].clone(), id(self)
             drawn["next"] = torch.zeros(1, dtype=torch.int64, device=scores.device)
         if id(self) == drawn["first"]:  # for all layers, so that what stands for a score hardly costs anything
             drawn["next"].add_(1).remainder_(CHANCES)
             torch.index_select(drawn["all"], 0, drawn["next"], out=drawn["now"][None])
+            if blocks:
+                drawn["now"].masked_fill_(drawn["place"] >= closed[:, None, None], -torch.inf)
         return drawn["now"][..., : scores.shape[2]].contiguous()
 
     try:
@@ -104,19 +114,40 @@ def fetches_of(shares: Sequence[float] | None) -> Iterator[None]:
 
 
 @contextmanager
-def parts(predict: bool, transfer: bool) -> Iterator[None]:
-    """Steps without prediction, or with prediction but no transfer: what each adds."""
-    fetch, captured, gather = OasisLayer._fetch, OasisLayer._predict, HostStore.gather_layers
+def parts(predict: bool = True, transfer: bool = True, select: bool = True, working_set: bool = True) -> Iterator[None]:
+    """Steps that leave something out, to tell what it adds: prediction; the transfer of what is predicted; the
+    selection of what is scored (and so the transfer); all that a layer does with keys and values."""
+    own = OasisLayer._fetch, OasisLayer._predict, OasisLayer._decode
+    gather, into, selection = HostStore.gather_layers, WorkingSet.select_into, WorkingSet.select
     try:
         if not predict:
             OasisLayer._fetch = lambda self, *args: None  # type: ignore[method-assign]
             OasisLayer._predict = lambda self, *args: None  # type: ignore[method-assign]
-        if not transfer:
+        if not transfer or not select:
             HostStore.gather_layers = lambda self, moves: None  # type: ignore[method-assign]
+        if not select:
+            WorkingSet.select_into = lambda self, *args: None  # type: ignore[method-assign]
+            WorkingSet.select = _nothing  # type: ignore[method-assign, assignment]
+        if not working_set:
+            OasisLayer._decode = _passed  # type: ignore[method-assign, assignment]
         yield
     finally:
-        OasisLayer._fetch, OasisLayer._predict = fetch, captured  # type: ignore[method-assign]
+        OasisLayer._fetch, OasisLayer._predict, OasisLayer._decode = own  # type: ignore[method-assign]
         HostStore.gather_layers = gather  # type: ignore[method-assign]
+        WorkingSet.select_into, WorkingSet.select = into, selection  # type: ignore[method-assign]
+
+
+def _nothing(self: WorkingSet, scores: Any, lengths: Any, cap: int, step: Any) -> tuple[torch.Tensor, ...]:
+    """In place of `WorkingSet.select`: no plan, nothing counted."""
+    plan = self.table.new_full((*self.table.shape[:2], min(cap, self.table.shape[2])), -1)
+    counts = self.table.new_zeros((4, self.table.shape[1]))
+    return plan, torch.zeros_like(plan), counts[:3], counts[3]
+
+
+def _passed(self: OasisLayer, step: Any, query: torch.Tensor, *args: Any) -> torch.Tensor:
+    """In place of a layer's decode step: its queries, as if they were what it attended to."""
+    self.draft_queries = query[:, :, step.count :]
+    return query.clone()
 
 
 def mean_fetched(shares: Sequence[float]) -> float:

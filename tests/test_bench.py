@@ -47,6 +47,50 @@ def test_parts_leave_out_what_they_say_and_come_back(model):
     assert cache.stats()["fetched"].any()
 
 
+def test_what_is_left_out_is_not_done(model):
+    """Scores without selection; a step that never touches keys and values."""
+
+    def after(**left):
+        with bench.forced_misses(True), bench.parts(**left):
+            cache = bench.filled(model, OasisConfig(budget=160), 1, 1000, 0.01)
+            before = cache.sparse_layers[0].working_set.table.clone(), cache.sparse_layers[0].working_set.keys.clone()
+            logits = steps(model, cache, 2)
+        own = cache.sparse_layers[0].working_set
+        return cache, torch.equal(before[0], own.table), torch.equal(before[1], own.keys), logits
+
+    cache, same_table, same_keys, whole = after()
+    assert cache.stats()["fetched"].all() and not same_table and not same_keys
+    cache, same_table, same_keys, _ = after(select=False)
+    assert not cache.stats()["fetched"].any() and same_table and not same_keys
+    cache, same_table, same_keys, bare = after(working_set=False, predict=False)
+    assert same_table and same_keys and cache.get_seq_length() == 1002
+    assert torch.isfinite(bare).all() and not torch.allclose(bare, whole)
+
+
+def test_forced_misses_of_rows_that_grow(model):
+    """Blocks that close after the first step are predicted too, where the draw is wide enough."""
+
+    def youngest(blocks):
+        torch.manual_seed(0)
+        cache = bench.filled(model, OasisConfig(budget=64, fetch_ratio=1.0), 1, 160, 0.02)
+        with bench.forced_misses(True, blocks):
+            steps(model, cache, 62)
+        table = cache.sparse_layers[0].working_set.table
+        open_block = cache.get_seq_length() // 16
+        return table[table < open_block].max()
+
+    assert youngest(0) < 10 <= youngest(40)
+
+
+def test_times_of_a_cpu_are_those_of_its_calls(model):
+    (one,) = bench.bench(model, 1, 600, steps=3, pool_gib=0.01, parts_of=("whole",), budget=160)
+    assert one.ms == one.call_ms > 0 and one.graph.startswith("none: ") and one.bytes == 4 * 2 * 2 * 16 * 64 * 4
+    (predicted,) = bench.bench(model, 1, 600, steps=3, pool_gib=0.01, parts_of=("prediction",), budget=160)
+    assert predicted.bytes == 0  # chosen, not moved
+    dense = bench.dense(model, 2, 600, steps=3, pool_gib=0.01)
+    assert dense.bytes == 0 and dense.ms > 0
+
+
 def test_a_reading_divides_rightly():
     one = bench.Reading("step", rows=10, ms=5.0, call_ms=6.0, bytes=100_000_000, graph="")
     assert one.tokens_per_second == 2000 and one.link == 20e9
@@ -68,6 +112,9 @@ def test_bytes_that_a_step_must_read(model):
     layers, heads, dim = len(cache.sparse_layers), 2, 64
     slots = 2 * layers * 2 * heads * (8 + 160) * dim * 4
     assert bench.hbm_bytes(model, cache, 1000, predicts=False) == weights + slots
+    assert bench.hbm_bytes(model, cache, 1000, predicts=False, attends=False) == weights
+    (bare,) = bench.bench(model, 2, 1000, steps=1, pool_gib=0.01, parts_of=("bare",), budget=160)
+    assert bare.hbm_bytes == weights
     vectors = layers * 2 * heads * (1000 // 16) * 2 * 2 * (dim + 2)
     assert bench.hbm_bytes(model, cache, 1000, predicts=True) == pytest.approx(weights + slots + vectors, rel=1e-6)
 

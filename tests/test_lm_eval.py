@@ -8,10 +8,8 @@ import random
 
 import pytest
 import torch
+from letters import letter_tokenizer
 from tiny import FAMILIES, tiny
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 from oasis_hf import ConfigError, DrafterError, OasisCache, mode_config, models
 
@@ -30,12 +28,7 @@ TASKS = ("choice", "endings", "answer", "perplexity")
 
 @pytest.fixture(scope="module")
 def letters():
-    """A tokenizer of the tiny models: a token a letter."""
-    ids = {"<pad>": 0, "<s>": 1, "</s>": 2, **{chr(32 + i): 3 + i for i in range(93)}}
-    tokenizer = Tokenizer(WordLevel(ids, unk_token="<s>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return letter_tokenizer()
 
 
 @pytest.fixture(scope="module")

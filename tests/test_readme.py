@@ -73,7 +73,17 @@ def test_knobs_are_all_there_with_their_defaults():
     assert rows == {field.name: repr(field.default) for field in fields(OasisConfig)}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "csrc/README.md", "eval/README.md"])
+PAGES = (
+    "README.md",
+    "docs/architecture.md",
+    "docs/results.md",
+    "csrc/README.md",
+    "eval/README.md",
+    "eval/tasks/README.md",
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_and_paths_exist(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
