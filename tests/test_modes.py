@@ -59,7 +59,7 @@ def test_a_mode_sets_its_policy_and_leaves_the_rest():
         assert all(getattr(config, knob) == value for knob, value in score.items()), mode
     assert {mode: (config.lookahead, config.store) for mode, config in made.items()} == {
         "dense": ("none", "host"), "quest": ("on_demand", "resident"), "on_demand": ("on_demand", "host"),
-        "previous": ("previous", "host"), "oasis": ("draft", "host"), "window": ("none", "host"),
+        "previous": ("previous", "host"), "oasis": ("auto", "host"), "window": ("none", "host"),
     }  # fmt: skip
     assert {config.budget for mode, config in made.items() if mode != "dense"} == {1040}
     assert made["dense"].budget > 10**7 and made["previous"].correct_below == 0.9
