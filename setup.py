@@ -52,7 +52,8 @@ assert version is not None
 
 plot = ["matplotlib>=3.7"]
 demo = ["gguf>=0.10", "accelerate>=1.0"]
-evaluate = ["lm-eval>=0.4.13,<0.5", "accelerate>=1.0"]
+# nltk and wonderwords are what lm-eval's RULER tasks import and it doesn't install.
+evaluate = ["lm-eval>=0.4.13,<0.5", "accelerate>=1.0", "nltk>=3.9.1", "wonderwords>=3.0", "peft>=0.18"]
 notebook = ["nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6"]
 test = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", *notebook, *plot, *demo]
 

@@ -1,0 +1,185 @@
+"""What `accuracy.py` compares, and what follows from its scores: differences to dense, intervals, bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oasis_hf.modes import PAPER_SCORE
+
+Row = dict[str, Any]
+SCORES: dict[str, dict[str, Any]] = {"ours": {}, "paper": PAPER_SCORE}
+"""Knobs of each way to score blocks: this package's defaults, and Quest's own bound."""
+
+BAND = (0.60, 0.95)
+"""Where dense must lie for a task to tell modes apart: the issue's bars are about such."""
+
+ENOUGH = 5
+"""Tasks in the band that the bars ask for."""
+
+DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """mode: of `oasis_hf.modes`. score: a name in `SCORES`. budget: tokens; 0 for dense. equal: what it has in common
+    with `oasis` at that budget: "tokens" attended to, or "bytes" of GPU memory (its own budget is then another)."""
+
+    mode: str
+    budget: int = 0
+    score: str = "ours"
+    equal: str = "tokens"
+
+    @property
+    def key(self) -> str:
+        return f"{self.mode} {self.budget} {self.score} {self.equal}" if self.budget else self.mode
+
+    @property
+    def label(self) -> str:
+        """Without the budget."""
+        more = ["paper's score"] * (self.score == "paper") + ["equal bytes"] * (self.equal == "bytes")
+        return f"{self.mode} ({', '.join(more)})" if more else self.mode
+
+
+DENSE = Setting("dense")
+
+
+def settings(budgets: Iterable[int], modes: Iterable[str], equal_bytes: bool = True) -> list[Setting]:
+    """Dense first, then `oasis`, then the others."""
+    chosen, out = set(modes) | {"dense", "oasis"}, [DENSE]
+    for budget in budgets:
+        out.append(Setting("oasis", budget))
+    for budget in budgets:
+        for mode in ("quest", "on_demand", "previous", "window"):
+            if mode in chosen:
+                out.append(Setting(mode, budget))
+                if mode == "quest":
+                    out += [Setting("quest", budget, "paper"), Setting("oasis", budget, "paper")]
+                if equal_bytes and mode in ("previous", "window"):
+                    out.append(Setting(mode, budget, equal="bytes"))
+    return out
+
+
+def in_band(shard: Row, band: tuple[float, float] = BAND) -> bool:
+    dense = shard["scores"].get(DENSE.key, [])
+    return bool(dense) and band[0] <= float(np.mean(dense)) <= band[1]
+
+
+def paired(shard: Row, setting: Setting, other: Setting = DENSE) -> np.ndarray | None:
+    """`setting` less `other` on the samples that both have, None where there are none."""
+    one, two = (shard["scores"].get(which.key, []) for which in (setting, other))
+    count = min(len(one), len(two))
+    return np.asarray(one[:count]) - np.asarray(two[:count]) if count else None
+
+
+def bootstrap(differences: list[np.ndarray], seed: int = 0, draws: int = DRAWS) -> list[float]:
+    """95% interval of the mean over tasks of the mean over samples: each task's samples are drawn anew, with
+    replacement; the tasks themselves stay."""
+    rng = np.random.default_rng(seed)
+    means = np.zeros(draws)
+    for own in differences:
+        means += own[rng.integers(0, len(own), (draws, len(own)))].mean(1)
+    low, high = np.percentile(means / len(differences), [2.5, 97.5])
+    return [float(low), float(high)]
+
+
+def cells(shards: list[Row], band: tuple[float, float] = BAND) -> list[Row]:
+    """A row a model, length, task and setting."""
+    out = []
+    for shard in shards:
+        for setting in map(named, shard["scores"]):
+            scores, less = shard["scores"][setting.key], paired(shard, setting)
+            if less is None:
+                continue
+            out.append({
+                "model": shard["model"], "length": shard["length"], "task": shard["task"], **told(setting),
+                "own_budget": shard["budgets"].get(setting.key), "samples": len(scores),
+                "score": float(np.mean(scores)), "less_dense": float(less.mean()),
+                "interval": bootstrap([less]), "in_band": in_band(shard, band),
+                "decoded": shard["decoded"].get(setting.key),
+            })  # fmt: skip
+    return out
+
+
+def told(setting: Setting) -> Row:
+    """Of a setting, for a row."""
+    return {"mode": setting.mode, "budget": setting.budget, "score_name": setting.score, "equal": setting.equal}
+
+
+def named(key: str) -> Setting:
+    """The setting of a key."""
+    if " " not in key:
+        return Setting(key)
+    mode, budget, score, equal = key.split()
+    return Setting(mode, int(budget), score, equal)
+
+
+def over_tasks(shards: list[Row], setting: Setting, other: Setting = DENSE) -> Row | None:
+    """`setting` less `other`, mean over the tasks of these shards that have both, and the worst of them."""
+    found = [(shard, less) for shard in shards if (less := paired(shard, setting, other)) is not None]
+    if not found:
+        return None
+    means = [float(less.mean()) for _, less in found]
+    worst = int(np.argmin(means))
+    return {
+        "tasks": len(found), "samples": sum(len(less) for _, less in found), "difference": float(np.mean(means)),
+        "interval": bootstrap([less for _, less in found]), "worst": means[worst],
+        "worst_task": f"{found[worst][0]['task']} at {found[worst][0]['length']:,}",
+        "score": float(np.mean([np.mean(shard["scores"][setting.key]) for shard, _ in found])),
+    }  # fmt: skip
+
+
+def summaries(shards: list[Row], band: tuple[float, float] = BAND) -> list[Row]:
+    """A row a model, length ("all" among them) and setting, over the tasks in the band."""
+    out = []
+    for model in dict.fromkeys(shard["model"] for shard in shards):
+        own = [shard for shard in shards if shard["model"] == model and in_band(shard, band)]
+        lengths: list[Any] = sorted({shard["length"] for shard in own})
+        for length in [*lengths, "all"]:
+            some = [shard for shard in own if length in (shard["length"], "all")]
+            for key in dict.fromkeys(key for shard in some for key in shard["scores"]):
+                found = over_tasks(some, named(key))
+                if found is not None:
+                    out.append({"model": model, "length": length, **told(named(key)), **found})
+    return out
+
+
+def bars(shards: list[Row], model: str) -> list[Row]:
+    """Those of the issue, over the tasks of `model` in the band; differences are in points of 100."""
+    own = [shard for shard in shards if shard["model"] == model and in_band(shard)]
+    out: list[Row] = []
+
+    def tell(what: str, measured: float | None, bar: float) -> None:
+        if measured is not None:
+            out.append({"model": model, "what": what, "measured": measured, "bar": bar, "met": measured >= bar})
+
+    for length in sorted({shard["length"] for shard in shards if shard["model"] == model}):
+        tell(f"tasks with dense in the band at {length:,} tokens", sum(s["length"] == length for s in own), ENOUGH)
+    budgets = sorted({named(key).budget for shard in own for key in shard["scores"]} - {0})
+    for budget in budgets:
+        oasis = Setting("oasis", budget)
+        if budget in (1040, 2064):
+            tell(f"oasis less dense at {budget}", points(over_tasks(own, oasis)), -0.7 if budget == 2064 else -2.0)
+        for mode in ("previous", "window"):
+            other = Setting(mode, budget, equal="bytes")
+            both = [s for s in own if paired(s, other) is not None and paired(s, oasis) is not None]
+            if both:
+                count = min(len(s["scores"][other.key]) for s in both)
+                gaps = [abs(float(np.mean([paired(s, which)[:count].mean() for s in both])))  # type: ignore[index]
+                        for which in (other, oasis)]  # fmt: skip
+                tell(
+                    f"how much nearer to dense oasis at {budget} is than {mode} at its bytes",
+                    100 * (gaps[0] - gaps[1]),
+                    0,
+                )
+        for score in SCORES:
+            found = over_tasks(own, Setting("oasis", budget, score), Setting("quest", budget, score))
+            tell(f"oasis less quest at {budget}, {score} score", points(found), -0.5)
+    return out
+
+
+def points(found: Row | None) -> float | None:
+    return None if found is None else 100 * found["difference"]
