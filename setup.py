@@ -54,6 +54,9 @@ plot = ["matplotlib>=3.7"]
 demo = ["gguf>=0.10", "accelerate>=1.0"]
 # nltk and wonderwords are what lm-eval's RULER tasks import and it doesn't install.
 evaluate = ["lm-eval>=0.4.13,<0.5", "accelerate>=1.0", "nltk>=3.9.1", "wonderwords>=3.0", "peft>=0.18"]
+# Exactly this one: two versions of it on one link crash. Wheels are for Linux only.
+nixl = ["nixl-cu13==1.3.0; platform_system == 'Linux'"]
+serve = ["aiohttp>=3.9"]
 notebook = ["nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6"]
 test = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", *notebook, *plot, *demo]
 
@@ -82,8 +85,10 @@ setup(
         "plot": plot,
         "demo": demo,
         "eval": evaluate,
+        "nixl": nixl,
+        "serve": serve,
         "test": test,
-        "dev": [*test, *evaluate, "ruff>=0.6", "mypy>=1.10", "pip>=23"],
+        "dev": [*test, *evaluate, *nixl, *serve, "ruff>=0.6", "mypy>=1.10", "pip>=23"],
     },
     entry_points={
         "console_scripts": ["oasis-hf = oasis_hf.cli:main"],

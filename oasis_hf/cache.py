@@ -76,6 +76,13 @@ class OasisCache(Report, Padding, Committing, Cache):
         self.graphs = StepGraphs()
         attach.attach(model, self)
 
+    @classmethod
+    def from_prefill(cls, prefilled: Any, model: Any, drafter: Any = None, **knobs: Any) -> "OasisCache":
+        """A prompt that another process has read: see `disagg.decode.from_prefill`."""
+        from .disagg.decode import from_prefill
+
+        return from_prefill(prefilled, model, drafter, **knobs)
+
     # -- what the wrapper calls -----------------------------------------------------------------------------------
 
     def run(self, inner: Any, call: dict[str, Any], name: str, keeps_logits: bool) -> Any:
@@ -105,8 +112,10 @@ class OasisCache(Report, Padding, Committing, Cache):
         return rows
 
     def settle(self) -> None:
-        """Make the transfers now that a replayed step left to the next one: before anything else changes."""
+        """Finish the transfers now that the last step left to the next one: before anything else changes."""
         self.graphs.settle(self)
+        if self.state.store is not None:
+            self.state.store.arrive()
 
     def first_select(self) -> None:
         """Fill the working sets after a prefill."""
@@ -179,6 +188,7 @@ class OasisCache(Report, Padding, Committing, Cache):
             if isinstance(layer, SlidingLayer):
                 layer.check_crop(valid.shape[1])
         self.stepper.forget()
+        self.stepper.resumed = None
         self.settle()
         before, self.state.ready = list(rows.tokens), None
         rows.shorten(valid)
@@ -284,6 +294,7 @@ class OasisCache(Report, Padding, Committing, Cache):
         other.drafter = self.drafter.fork()
         other.stepper = Stepper(other)
         other.graphs = StepGraphs()
+        other.stepper.resumed = self.stepper.resumed
         other.stepper.acceptance, other.stepper.recording = self.stepper.acceptance, self.stepper.recording
         attach.attach(other.model, other)
         return other

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from . import ConfigError, HostMemoryError, __version__
+from .disagg.command import parsers as disagg_parsers
+from .disagg.errors import DisaggError
 from .drafters import DrafterError
 from .models import ModelError
 from .train.config import TrainConfig, TrainError
@@ -20,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         return args.run(args)
-    except (ConfigError, DrafterError, HostMemoryError, ModelError) as error:
+    except (ConfigError, DisaggError, DrafterError, HostMemoryError, ModelError) as error:
         print(f"oasis-hf: {error}", file=sys.stderr)
         return 2
 
@@ -68,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--json", type=Path, help="write the readings there too")
     bench.set_defaults(run=_bench)
+    disagg_parsers(commands)
     _roofline_parser(commands)
     _train_parser(commands)
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,7 +18,7 @@ LOOKAHEADS = ("auto", "draft", "previous", "smoothed", "oracle", "on_demand", "n
 SUMMARY_DTYPES = ("model", "int8")
 HOST_DTYPES = ("model", "float32", "float16", "bfloat16")
 REDUCTIONS = ("max", "mean", "softmax-mean")
-STORES = ("host", "resident")
+STORES = ("host", "resident", "file")
 
 
 class ConfigError(ValueError):
@@ -90,8 +91,13 @@ class OasisConfig:
             refused for a bfloat16 model.
         host_capacity_tokens: reserve and commit this many tokens a row before the first prompt; a longer row raises.
             Candidates that assisted decoding verifies and crops again count. With `store="host"` only.
-        store: `"host"` (pages in host memory) or `"resident"` (the full KV on the model's device, same selection:
+        store: `"host"` (pages in host memory), `"file"` (in a file on a local disk, for contexts larger than memory;
+            host memory holds what was used last), or `"resident"` (the full KV on the model's device, same selection:
             for comparison).
+        host_bytes: most host memory for pages with `store="file"`; None: half of what is available when the first
+            prompt runs.
+        file_dir: folder of that file, which has no name and goes with the process; None: the system's for temporary
+            files.
         speculate: return a verified draft's logits without a forward (memoised acceptance). Off: the draft row is
             lookahead only, as in the paper.
         draft_tokens: verified drafts a step when `speculate` is on (one more row is stacked as lookahead).
@@ -129,6 +135,8 @@ class OasisConfig:
     host_dtype: str = "model"
     host_capacity_tokens: int | None = None
     store: str = "host"
+    host_bytes: int | None = None
+    file_dir: str | None = None
     speculate: bool = False
     draft_tokens: int = 1
     candidates: int = 1
@@ -170,6 +178,12 @@ class OasisConfig:
         _check_choice("store", self.store, STORES)
         if self.store != "host" and self.host_capacity_tokens is not None:
             _fail("host_capacity_tokens", self.host_capacity_tokens, f"None with store={self.store!r}, or store='host'")
+        _check_int("host_bytes", self.host_bytes, 1, none_ok=True)
+        if self.file_dir is not None and not isinstance(self.file_dir, (str, os.PathLike)):
+            _fail("file_dir", self.file_dir, "a folder, or None")
+        for knob in ("host_bytes", "file_dir"):
+            if self.store != "file" and getattr(self, knob) is not None:
+                _fail(knob, getattr(self, knob), f"None with store={self.store!r}, or store='file'")
         for flag in ("speculate", "graphs", "progress"):
             if not isinstance(getattr(self, flag), bool):
                 _fail(flag, getattr(self, flag), "True or False")

@@ -168,6 +168,7 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
         if step.pipeline is not None:
             step.pipeline.arrive(self.index)
             return self._decode_captured(step, step.pipeline, query, keys, values, lengths, sinks)
+        self.store.arrive(self.index)
         self.working_set.write_tail(keys, values)
         self._fetch_now(step, query[:, :, : step.count], lengths)
         out = self.working_set.attend(query, lengths, step.tail_mask(keys.device), self.scaling, sinks)
@@ -249,6 +250,8 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
     def prepare(self, count: int) -> None:
         """Room for `count` tokens more a row."""
         blocks = -(-(max(self.state.need_rows().tokens) + count) // BLOCK)
+        if self.working_set.allocated < self.working_set.slots:
+            self.store.arrive(self.index)  # its slots are about to move
         self.working_set.ensure(blocks)
         self.summaries.ensure(blocks)
 

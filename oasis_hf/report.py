@@ -57,7 +57,8 @@ class Report:
         return stats["corrected"].sum(1).double() / stats["compared"].sum(1) if stats else torch.zeros(0)
 
     def memory(self) -> dict[str, int]:
-        """Bytes: `host` (the full KV), `working_set` and `summaries` where the model runs, and `dense`, what a
+        """Bytes: `host` (the full KV, or what host memory holds of it where another tier, `file` or `remote`, holds it
+        all), `working_set` and `summaries` where the model runs, and `dense`, what a
         `DynamicCache` would hold there for the same tokens; `drafter`, where that is a head, which caches may share."""
         state = self.state
         sets, summaries = (sum(part) for part in zip(*(layer.device_bytes for layer in self.layers)))
@@ -68,8 +69,11 @@ class Report:
         for layer in self.layers:
             if isinstance(layer, SlidingLayer):
                 dense += layer.device_bytes[0] // layer.size * min(layer.get_seq_length(), layer.window - 1)
-        host = state.store.nbytes if state.store is not None else 0
-        memory = {"host": host, "working_set": sets, "summaries": summaries, "dense": dense}
+        store = state.store
+        memory = {"host": 0 if store is None else store.near_bytes}
+        if store is not None and store.beyond is not None:
+            memory[store.beyond] = store.nbytes
+        memory |= {"working_set": sets, "summaries": summaries, "dense": dense}
         return {**memory, "drafter": self.drafter.nbytes} if self.drafter.nbytes else memory
 
     def report(self, width: int = 100) -> str:
@@ -158,8 +162,9 @@ class Report:
 
 def _memory_line(memory: dict[str, int]) -> str:
     parts = {name: f"{size / 2**20:,.1f} MiB" for name, size in memory.items()}
+    beyond = "".join(f" of {parts[name]} in the tier {name!r}" for name in ("file", "remote") if name in parts)
     drafter = f" + drafter {parts['drafter']}" if "drafter" in parts else ""
     return (
-        f"full KV in the store {parts['host']}; working set {parts['working_set']} + summaries {parts['summaries']}"
-        f"{drafter} on the device (a dense cache: {parts['dense']})"
+        f"full KV in the store {parts['host']}{beyond}; working set {parts['working_set']} + summaries "
+        f"{parts['summaries']}{drafter} on the device (a dense cache: {parts['dense']})"
     )

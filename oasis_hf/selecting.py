@@ -48,6 +48,7 @@ class Selecting:
         shape = (len(query), step.count)
         weights = step.once("now", lambda: query.new_full(shape, 1 / step.count, dtype=torch.float32))
         self._fetch("on_demand", query, weights, step.where_taking(lengths, 0), self.working_set.allocated, heads)
+        self.store.arrive(self.index)
 
     def _fetch(
         self, why: str, queries: torch.Tensor, weights: torch.Tensor, lengths: torch.Tensor, cap: int,

@@ -107,6 +107,11 @@ class SlidingLayer(CacheLayerMixin):
         self.real[:, at] = True if valid is None else valid[:, -count:]
         self.high = max(self.high, end)
 
+    def last(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, H, n, D]` of the columns before `end` that later ones and the last can see."""
+        at = torch.arange(max(0, end - self.window), end, device=self.device) % self.size
+        return self.ring_keys.index_select(2, at), self.ring_values.index_select(2, at)
+
     def _grow(self, columns: int, size: int) -> None:
         """A longer ring, so that a long verified stretch can be cropped again."""
         if size <= self.size:

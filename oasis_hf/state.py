@@ -10,7 +10,7 @@ import torch
 from .config import BLOCK, ConfigError, OasisConfig
 from .pipeline import Pipeline
 from .rows import Rows
-from .store import BlockStore, HostStore, ResidentStore
+from .store import BlockStore, HostStore, ResidentStore, TieredStore, file_pages
 from .summaries import GROWTH
 from .tail import Tail
 
@@ -100,6 +100,7 @@ class State:
         store: where the full KV lives; made when the first sparse layer sees its keys.
         slots, cap: S and C. window: recent queries kept a layer.
         first_due: the working set must be selected anew before the next decode step.
+        make_store: makes the store of rows, KV heads, head_dim, dtype and device; None: as the config says.
         dirty_from: a row's first block whose slot is out of date since the last selection.
     """
 
@@ -111,6 +112,7 @@ class State:
         self.block_bytes = 0
         self.step: Step | None = None
         self.number = 0
+        self.make_store: Callable[[int, int, int, torch.dtype, torch.device], BlockStore] | None = None
         self._clocks: dict[torch.device, torch.Tensor] = {}
         self.first_due = False
         self.dirty_from: list[int] = []
@@ -137,8 +139,13 @@ class State:
             self.slots = config.slots_for(self.sparse_layers, rows, heads, self.block_bytes)
             self.cap = config.fetch_cap(self.slots)
             self._check_device_memory(keys)
-            if config.store == "resident":
+            if self.make_store is not None:
+                self.store = self.make_store(rows, heads, dim, dtype, keys.device)
+            elif config.store == "resident":
                 self.store = ResidentStore(self.sparse_layers, rows, heads, dim, dtype, keys.device)
+            elif config.store == "file":
+                near = file_pages(dim, dtype, keys.is_cuda, config.host_bytes, config.file_dir)
+                self.store = TieredStore(self.sparse_layers, rows, heads, keys.device, near)
             else:
                 self.store = HostStore(
                     self.sparse_layers, rows, heads, dim, dtype, keys.device, config.host_capacity_tokens

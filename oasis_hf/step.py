@@ -17,6 +17,7 @@ from .memo import Memo
 from .progress import prefill_bar
 from .reach import Reach
 from .recall import Recall
+from .resumed import Resumed
 from .state import Step
 from .tail import Tail
 
@@ -52,6 +53,7 @@ class Stepper(Recall):
         self.ends: tuple[int, ...] = ()
         self.pad: int | None = None
         self.skipped = self.left_out = self.forwards = self.passes = self.passed = 0
+        self.resumed: Resumed | None = None
         self.over = self.load = self.unverified = self.undrafted = 0
         self._pairs: dict[tuple[int, int], tuple[list[list[float]], torch.Tensor]] = {}
         self.warned = False
@@ -77,6 +79,11 @@ class Stepper(Recall):
             raise ValueError("OasisCache needs input_ids or inputs_embeds in the model's call.")
         batch, count = given.shape[:2]
         rows = self.cache.rows_for(batch)
+        if self.resumed is not None:
+            resumed, self.resumed = self.resumed, None
+            out = resumed.answer(self.cache, call, name)
+            if out is not None:
+                return out
         recording = self.recording
         mode = self._mode(count, rows.columns)
         # Buffers outlive the call, so they must not become inference tensors.
@@ -103,6 +110,7 @@ class Stepper(Recall):
         state = self.cache.state
         rows = state.need_rows()
         if state.store is not None:
+            state.store.abandon()
             state.store.truncate(rows.tokens)
         for layer, before in zip(self.cache.layers, recent):
             if hasattr(layer, "recent"):

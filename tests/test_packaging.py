@@ -51,7 +51,15 @@ def test_wheel_metadata(wheel):
         "torch", "transformers", "safetensors", "rich", "tqdm", "ninja", "filelock",
     }  # fmt: skip
     assert "torch>=2.7" in needed and needed & {"transformers<5.25,>=5.17", "transformers>=5.17,<5.25"}
-    assert set(re.findall(r"^Provides-Extra: (.+)$", text, re.M)) == {"plot", "demo", "eval", "test", "dev"}
+    assert set(re.findall(r"^Provides-Extra: (.+)$", text, re.M)) == {
+        "plot",
+        "demo",
+        "eval",
+        "nixl",
+        "serve",
+        "test",
+        "dev",
+    }
     assert "Requires-Python: >=3.10" in text and re.search(r"^License(-Expression)?: Apache-2.0$", text, re.M)
     assert "oasis-hf = oasis_hf.cli:main" in scripts
     assert "[lm_eval.models]\noasis = oasis_hf.lm_eval:OasisLM" in scripts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import mmap
+import os
 import types
 
 import pytest
@@ -14,7 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from oasis_hf.config import BLOCK, TAIL
-from oasis_hf.store import BlockStore, HostMemoryError, HostStore, PagePool, ResidentStore, pages
+from oasis_hf.store import (
+    BlockStore,
+    HostMemoryError,
+    HostStore,
+    PagePool,
+    ResidentStore,
+    TieredStore,
+    file_pages,
+    pages,
+)
 from oasis_hf.store.host import STAGED_BYTES, blocks_of
 
 LAYERS, HEADS, DIM = 2, 2, 2
@@ -49,15 +59,21 @@ def fill(store, row, count, first=0, rows=1):
         store.write(layer, row, 0, keys[layer], values[layer])
 
 
-both = pytest.mark.parametrize("make", [host, resident], ids=["host", "resident"])
+def in_file(rows=1, most=6):
+    """Host memory of a few pages above a file."""
+    near = file_pages(DIM, torch.float32, pin=False, host_bytes=most * PAGE)
+    return TieredStore(LAYERS, rows, HEADS, torch.device("cpu"), near)
+
+
+every = pytest.mark.parametrize("make", [host, resident, in_file], ids=["host", "resident", "file"])
 
 
 # -- content ----------------------------------------------------------------------------------------------------------
 
 
 class Branch:
-    """A host store, a resident store, and the model of both: per row a list of token ids, and how many blocks it has
-    room in."""
+    """A host store, a resident store, one in a file, and the model of all: per row a list of token ids, and how many
+    blocks it has room in."""
 
     def __init__(self, stores, rows, blocks=None):
         self.stores, self.rows = stores, rows
@@ -72,8 +88,8 @@ class Stores(RuleBasedStateMachine):
 
     @initialize(rows=st.integers(1, 3))
     def start(self, rows):
-        self.branches = [Branch([with_table(host(rows)), resident(rows)], [[] for _ in range(rows)])]
-        self.pool = self.branches[0].stores[0].pool
+        self.branches = [Branch([with_table(host(rows)), resident(rows), in_file(rows)], [[] for _ in range(rows)])]
+        self.pool, self.near = (self.branches[0].stores[i].pool for i in (0, 2))
         self.next = 1
 
     def pick(self, data):
@@ -174,7 +190,7 @@ class Stores(RuleBasedStateMachine):
     def fork(self, data):
         branch = self.pick(data)
         stores = [store.fork() for store in branch.stores]
-        forked = Branch([with_table(stores[0]), stores[1]], [list(row) for row in branch.rows], branch.blocks)
+        forked = Branch([with_table(stores[0]), *stores[1:]], [list(row) for row in branch.rows], branch.blocks)
         assert self.copied(forked) == 0
         self.branches.append(forked)
 
@@ -217,8 +233,10 @@ class Stores(RuleBasedStateMachine):
             keys = torch.zeros(len(lengths), HEADS, TAIL + 2 * BLOCK, DIM)
             values = torch.zeros_like(keys)
             store.gather(1, keys, values, block, slot)
+            store.arrive(1)
             out.append((keys, values))
-        assert torch.equal(out[0][0], out[1][0]) and torch.equal(out[0][1], out[1][1])
+        for other in out[1:]:
+            assert torch.equal(out[0][0], other[0]) and torch.equal(out[0][1], other[1])
         for row, ids in enumerate(branch.rows):
             want = torch.zeros(HEADS, BLOCK, DIM)
             if len(ids) >= BLOCK:
@@ -231,16 +249,18 @@ class Stores(RuleBasedStateMachine):
     def counts_references(self):
         named: dict[int, int] = {}
         for branch in self.branches:
-            store, resident_store = branch.stores
+            store, resident_store, tiered = branch.stores
             table = store.table[store.table >= 0].tolist()
             assert len(table) == LAYERS * HEADS * sum(branch.blocks)
             assert store.nbytes == len(set(table)) * PAGE
             assert resident_store.nbytes <= len(table) * PAGE
+            assert tiered.nbytes == store.nbytes and tiered.near_bytes <= 6 * PAGE
             for page in table:
                 named[page] = named.get(page, 0) + 1
         references = {page: int(n) for page, n in enumerate(self.pool.references.tolist()) if n}
         assert references == named
-        assert self.pool.pages_in_use == len(named)
+        assert self.pool.pages_in_use == self.near.pages_in_use == len(named)
+        assert self.near.held == self.near.pool.pages_in_use <= 6
         free = self.pool._free.tolist()
         assert len(set(free)) == len(free) and not set(free) & set(named)
 
@@ -257,7 +277,7 @@ TestStores = Stores.TestCase
 TestStores.settings = settings(max_examples=40, stateful_step_count=16)
 
 
-@both
+@every
 def test_reading_any_stretch(make):
     store = make()
     fill(store, 0, 50)
@@ -267,7 +287,7 @@ def test_reading_any_stretch(make):
         assert torch.equal(got[0], keys[1, :, start:stop]) and torch.equal(got[1], values[1, :, start:stop])
 
 
-@both
+@every
 @pytest.mark.parametrize("pieces", [[1] * 18, [15, 1, 1], [16, 16, 3], [3, 40], [20, 5, 20]], ids=str)
 def test_writing_in_pieces_is_writing_at_once(make, pieces):
     store = make()
@@ -612,6 +632,36 @@ def test_touching_leaves_pages_in_use_alone(monkeypatch, runtime):
         pool.pages[got] = 7.0
         assert (pool.pages[got] == 7).all()
     assert sorted(got) == list(range(1459))
+
+
+def test_given_memory_is_used_and_pinned_whole_without_asking_the_system(monkeypatch, runtime):
+    asked = []
+    monkeypatch.setattr(pages, "available_host_bytes", lambda: asked.append(1) or 0)
+    memory = mmap.mmap(-1, 65 * PAGE)
+    pool = PagePool(DIM, torch.float32, True, 64 * PAGE, memory=memory)
+    assert pool.capacity == 64
+    pool.pages[pool.allocate(64)] = 2.0
+    assert memory[: 64 * PAGE] == b"\0\0\0\x40" * (16 * PAGE) and memory[64 * PAGE :] == bytes(PAGE)
+    assert runtime.registered[0][0] == pool.pages.data_ptr() and pool.pinned_bytes == 64 * PAGE and not asked
+    with pytest.raises(HostMemoryError, match="1 more pages .* but 0.00 GiB are available"):
+        pool.allocate(1)
+    assert PagePool(DIM, torch.float32, False, memory=memory).capacity == 65
+
+
+def test_a_staging_pool_is_pinned_when_it_is_made(runtime):
+    from oasis_hf.disagg import StagingPool
+
+    pool = StagingPool(64, DIM, torch.float32, pin=True)
+    assert pool.pool.pinned_bytes >= 64 * PAGE and pool.free == 64
+    registered = len(runtime.registered)
+    pool.reserve("r", 64)
+    assert len(runtime.registered) == registered
+    assert pool.pages_of("r").pinned_bytes == pool.pool.pinned_bytes
+    runtime.error = 2  # nothing more
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(HostMemoryError, match="could not pin"):
+        StagingPool(64, DIM, torch.float32, pin=True)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_what_is_pinned_is_touched():

@@ -117,6 +117,15 @@ class Drafter:
     def reset(self) -> None:
         """No rows hold anything."""
 
+    def shipped(self) -> dict[str, torch.Tensor]:
+        """Its state of the only row, beyond the row's tokens, for another process: see `admit`."""
+        return {}
+
+    def admit(self, tokens: torch.Tensor, shipped: dict[str, torch.Tensor]) -> None:
+        """It goes on where another process's drafter stood behind a row. tokens: `[1, n]` ids, on the model's device.
+        shipped: what that one gave."""
+        self.observe(tokens, torch.zeros(1, dtype=torch.int64, device=tokens.device), None)
+
     def fork(self) -> "Drafter":
         """A drafter with the same state that goes its own way."""
         return self

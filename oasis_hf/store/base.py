@@ -19,9 +19,11 @@ class BlockStore(ABC):
 
     Attributes:
         bytes_copied: bytes of pages copied from page to page so far (copy-on-write of open blocks).
+        beyond: what the tier is called that holds what the store's own memory does not; None: there is none.
     """
 
     bytes_copied: int = 0
+    beyond: str | None = None
 
     @abstractmethod
     def ensure(self, old: list[int], new: list[int]) -> None:
@@ -69,6 +71,15 @@ class BlockStore(ABC):
         for move in moves:
             self.gather(*move)
 
+    def arrive(self, layer: int | None = None) -> None:
+        """What `gather` moves is in its slots for the current stream to see, of a layer, or of all: a tier beyond host
+        memory only begins there what is done here. Raises what the tier raises."""
+        return None
+
+    def abandon(self) -> None:
+        """What `gather` has begun and `arrive` has not finished is void: its slots will be filled anew."""
+        return None
+
     def device_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Pages `[pages, 2, 16, D]` and their table `[B, H, N]`, where the device itself can reach both; else None."""
         return None
@@ -98,3 +109,8 @@ class BlockStore(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of blocks held now (shared ones once)."""
+
+    @property
+    def near_bytes(self) -> int:
+        """Of these, what is not in a tier beyond the store's own memory."""
+        return self.nbytes

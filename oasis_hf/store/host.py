@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from typing import Any
 
 import torch
 
@@ -130,7 +131,7 @@ class HostStore(BlockStore):
             self._settle()
             old = pages[shared]
             new = self.pool.allocate(len(old))
-            self.pool.pages[new] = self.pool.pages[old]
+            self.pool.copy(old, new)
             self.table[:, row, :, block][shared] = new
             if self.device_table is not None:
                 self.device_table[:, row, :, block] = self.table[:, row, :, block].to(self.device)
@@ -236,6 +237,10 @@ class HostStore(BlockStore):
         other = HostStore(
             layers, rows, heads, 0, self.pool.pages.dtype, self.device, self.capacity_tokens, self.pool
         )  # fmt: skip
+        return self.branch(other)
+
+    def branch(self, other: Any) -> Any:
+        """`other`, which is empty, with the content of this store; the pages are shared."""
         other._set_table(self.table.clone())
         other.blocks = list(self.blocks)
         self.pool.retain(self.table[self.table >= 0])

@@ -80,38 +80,20 @@ def _unpin_now() -> None:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
 
 
-class PagePool:
-    """Pages `[capacity, 2, 16, D]`: K then V of one block of one KV head.
+class PageNumbers:
+    """Which pages are handed out, and how often each is referred to.
 
-    One address range is reserved at once and costs nothing until it is touched, so the pool grows a page at a time,
-    copies nothing and keeps its base address. On CUDA each newly used piece is registered with `cudaHostRegister`,
-    hardly larger than needed (torch's pinned allocator rounds 3 GiB up to 4).
-
-    Args:
-        head_dim: D. dtype: of the pages. pin: register with CUDA.
-        reserve_bytes: address space to reserve; default the machine's physical memory.
+    Attributes:
+        page_bytes: bytes of a page. references: int32, by page number.
     """
 
-    def __init__(self, head_dim: int, dtype: torch.dtype, pin: bool, reserve_bytes: int | None = None) -> None:
-        self.page_bytes = 2 * BLOCK * head_dim * dtype.itemsize
-        if reserve_bytes is None:
-            reserve_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self.capacity = max(1, reserve_bytes // self.page_bytes)
-        memory = mmap.mmap(-1, self.capacity * self.page_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-        if pin:  # what is pinned is touched whole: in huge pages that takes a fraction of the time
-            with contextlib.suppress(OSError, AttributeError):  # a system without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        self.pages = torch.frombuffer(memory, dtype=dtype).view(self.capacity, 2, BLOCK, head_dim)
+    def __init__(self, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
         self.references = torch.zeros(0, dtype=torch.int32)
-        self.pin = pin
         self._free = torch.zeros(0, dtype=torch.int64)
         self._used = 0  # high-water mark: pages beyond it were never handed out
-        self._covered = 0  # pages whose memory is pinned or, without pinning, was available when last looked at
-        self._pieces: list[tuple[int, int]] = []
-        if pin:
-            weakref.finalize(self, _unpin, self._pieces, self.pages)
 
-    def __deepcopy__(self, memo: Any) -> "PagePool":
+    def __deepcopy__(self, memo: Any) -> "PageNumbers":
         # Pages are shared by design; each store holds its own table of references.
         return self
 
@@ -119,20 +101,15 @@ class PagePool:
     def pages_in_use(self) -> int:
         return self._used - len(self._free)
 
-    @property
-    def pinned_bytes(self) -> int:
-        return sum(size for _, size in self._pieces)
-
     def allocate(self, count: int) -> torch.Tensor:
         """`[count]` page numbers, each referenced once.
 
         Raises:
-            HostMemoryError: more than the host has or CUDA can pin; nothing is allocated.
+            HostMemoryError: there is no room for them; nothing is allocated.
         """
         fresh = max(0, count - len(self._free))
         used = self._used + fresh
-        if used > self._covered:
-            self._cover(used)
+        self.make_room(used)
         reused = self._free[len(self._free) - (count - fresh) :]
         self._free = self._free[: len(self._free) - (count - fresh)]
         pages = torch.cat((reused, torch.arange(self._used, used)))
@@ -152,12 +129,73 @@ class PagePool:
         self.references.index_add_(0, pages, torch.full((len(pages),), -1, dtype=torch.int32, device="cpu"))
         gone = pages[self.references[pages] == 0].unique()
         self._free = torch.cat((self._free, gone))
+        self.forget(gone)
+
+    def make_room(self, used: int) -> None:
+        """Before the first `used` pages are handed out; raises `HostMemoryError` where that can't be."""
+
+    def forget(self, pages: torch.Tensor) -> None:
+        """What these hold is no longer wanted."""
+
+    def copy(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """The content of pages `old` `[n]` to pages `new`."""
+        raise NotImplementedError
+
+
+class PagePool(PageNumbers):
+    """Pages `[capacity, 2, 16, D]`: K then V of one block of one KV head.
+
+    One address range is reserved at once and costs nothing until it is touched, so the pool grows a page at a time,
+    copies nothing and keeps its base address. On CUDA each newly used piece is registered with `cudaHostRegister`,
+    hardly larger than needed (torch's pinned allocator rounds 3 GiB up to 4).
+
+    Args:
+        head_dim: D. dtype: of the pages. pin: register with CUDA.
+        reserve_bytes: address space to reserve; default the machine's physical memory.
+        memory: a writable mapping to live on instead, page-aligned and taken from the system already; of its bytes the
+            first `reserve_bytes` are used.
+    """
+
+    def __init__(
+        self, head_dim: int, dtype: torch.dtype, pin: bool, reserve_bytes: int | None = None,
+        memory: mmap.mmap | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(2 * BLOCK * head_dim * dtype.itemsize)
+        self._given = memory is not None
+        if reserve_bytes is None:
+            physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            reserve_bytes = physical if memory is None else len(memory)
+        self.capacity = max(1, reserve_bytes // self.page_bytes)
+        if memory is None:
+            memory = mmap.mmap(-1, self.capacity * self.page_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        if pin:  # what is pinned is touched whole: in huge pages that takes a fraction of the time
+            with contextlib.suppress(OSError, AttributeError):  # a system without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        count = self.capacity * self.page_bytes // dtype.itemsize
+        self.pages = torch.frombuffer(memory, dtype=dtype, count=count).view(self.capacity, 2, BLOCK, head_dim)
+        self.pin = pin
+        self._covered = 0  # pages whose memory is pinned or, without pinning, was available when last looked at
+        self._pieces: list[tuple[int, int]] = []
+        if pin:
+            weakref.finalize(self, _unpin, self._pieces, self.pages)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(size for _, size in self._pieces)
+
+    def copy(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        self.pages[new] = self.pages[old]
+
+    def make_room(self, used: int) -> None:
+        if used > self._covered:
+            self._cover(used)
 
     def _cover(self, used: int) -> None:
         """See to the memory of the first `used` pages, and of a few more: asking the system at every small growth would
         cost a decode step more than the growth itself."""
-        more, free = used - self._covered, available_host_bytes()
+        more = used - self._covered
         need = more * self.page_bytes
+        free = (self.capacity - self._covered) * self.page_bytes if self._given else available_host_bytes()
         if need > free or used > self.capacity:
             raise HostMemoryError(
                 f"The full KV cache needs {more:,} more pages x {self.page_bytes:,} bytes = {need / 2**30:.2f} GiB of "

@@ -245,6 +245,13 @@ class Eagle3Drafter(Drafter):
         if self.past is not None:
             self.past.clear()
 
+    def shipped(self) -> dict[str, torch.Tensor]:
+        return self._room(1)[0].shipped()
+
+    def admit(self, tokens: torch.Tensor, shipped: dict[str, torch.Tensor]) -> None:
+        """Without state of a head like this one it begins with what comes next."""
+        self._room(1)[0].admit(shipped)
+
     def fork(self) -> "Eagle3Drafter":
         other = Eagle3Drafter(self.head, self.model, self.window, self.name)
         other.past = None if self.past is None else self.past.fork()

@@ -40,6 +40,30 @@ class Past:
     def tensors(self) -> list[torch.Tensor]:
         return [self.keys, self.values, self.at, self.states, self.state_at]
 
+    def shipped(self) -> dict[str, torch.Tensor]:
+        """Of one row, what later queries can see: keys and values `[KV heads, n, D]` at positions `[n]`, and states."""
+        at = self.at[0, : self.ring]
+        places = (at > at.max() - self.window).logical_and(at >= 0).nonzero()[:, 0]
+        return {
+            "keys": self.keys[0, :, places], "values": self.values[0, :, places], "at": at[places],
+            "states": self.states[0], "state_at": self.state_at[0],
+        }  # fmt: skip
+
+    def admit(self, shipped: dict[str, torch.Tensor]) -> None:
+        """The only row, empty, holds what another's `shipped` gave; nothing of a head of another shape."""
+        keys, states = shipped.get("keys"), shipped.get("states")
+        if keys is None or states is None or states.shape != self.states[0].shape:
+            return
+        if (keys.shape[0], keys.shape[2]) != (self.keys.shape[1], self.keys.shape[3]):
+            return
+        at = shipped["at"].to(self.at.device)[-self.ring :]
+        keys, values = (
+            shipped[name].to(self.keys)[:, -self.ring :].transpose(0, 1)[None] for name in ("keys", "values")
+        )
+        if len(at):
+            self.write(keys, values, at[None], torch.ones_like(at, dtype=torch.bool)[None])
+        self.states[0], self.state_at[0] = states.to(self.states), shipped["state_at"].to(self.state_at)
+
     def state(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Fused states `[B, H]` of `positions` `[B]`, and which rows have theirs `[B]` bool."""
         index = (positions % KEPT)[:, None]

@@ -1,0 +1,152 @@
+"""Tables, bars and figure of `disagg_traffic.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from oasis_hf.config import BLOCK
+
+Row = dict[str, Any]
+
+QWEN3_8B = {"layers": 36, "kv_heads": 8, "head_dim": 128, "tokens": 32768, "k": 128, "window": 2048}
+"""The paper's geometry; window: positions of the draft's own KV, of one layer."""
+
+PAPER = {"admission_gib": 0.46, "full_gib": 4.50, "drift_ratio": {1.0: 2.53, 0.1: 1.95, 0.05: 1.61}}
+"""OasisKV section 6.4: GiB a request at 32K."""
+
+
+def geometry(rows: list[Row]) -> list[Row]:
+    """Bytes of a request of the paper's geometry. bf16 blocks, int8 summaries with a float16 scale a vector."""
+    shape = QWEN3_8B
+    heads, blocks = shape["layers"] * shape["kv_heads"], shape["tokens"] // BLOCK
+    page = 2 * BLOCK * shape["head_dim"] * 2
+    out = []
+    for parts in sorted({row["tokens_per_summary"] for row in rows}, reverse=True):
+        summaries = heads * blocks * (BLOCK // parts) * 2 * (shape["head_dim"] + 2)
+        draft = shape["kv_heads"] * 2 * shape["head_dim"] * 2 * shape["window"]
+        table = heads * blocks * 4
+        admission = heads * (shape["k"] + 1) * page + summaries + draft + table
+        row = {
+            "tokens_per_summary": parts, "blocks": heads * shape["k"] * page, "open_block": heads * page,
+            "summaries": summaries, "draft": draft, "table": table, "admission": admission,
+            "full": heads * (blocks * page) + draft,
+        }  # fmt: skip
+        for ratio in sorted({one["fetch_ratio"] for one in rows}):
+            own = [one for one in rows if (one["tokens_per_summary"], one["fetch_ratio"]) == (parts, ratio)]
+            new = mean(one["new_blocks_a_step_and_head"] for one in own)
+            row[f"synthetic_drift_{ratio:g}"] = new * heads * page
+            row[f"most_a_step_{ratio:g}"] = max(1, round(ratio * shape["k"])) * heads * page
+        out.append(row)
+    return out
+
+
+def bars(result: Row) -> list[Row]:
+    """The issue's, at the budget and length that were run."""
+    rows, out = result["rows"], []
+
+    def bar(what: str, measured: float, most: float) -> None:
+        out.append({"what": what, "measured": measured, "bar": most, "met": measured <= most})
+
+    for parts, share in ((16, 1 / 5), (8, 1 / 4)):
+        own = [row for row in rows if row["tokens_per_summary"] == parts]
+        if own:
+            measured = max((row["handle"] + row["blocks"]) / row["full"] for row in own)
+            bar(f"admission of full transfer, {parts}-token summaries", measured, share)
+    bar("requests whose ids differ from one process's", sum(not row["same_ids"] for row in rows), 0)
+    ratios = sorted({row["fetch_ratio"] for row in rows})
+    drifts = [mean(row["drift"] for row in rows if row["fetch_ratio"] == ratio) for ratio in ratios]
+    bar("fetch ratios that drift more than the next larger one", sum(a > b for a, b in zip(drifts, drifts[1:])), 0)
+    own16 = [row for row in result["geometry"] if row["tokens_per_summary"] == 16]
+    if own16:
+        bar("GiB of admission at the paper's geometry", own16[0]["admission"] / 2**30, PAPER["admission_gib"])
+    return out
+
+
+def line(row: Row) -> str:
+    total = row["handle"] + row["blocks"] + row["drift"]
+    return (
+        f"{row['text']:10s} {row['tokens_per_summary']:2d}-token summaries, ratio {row['fetch_ratio']:<5g} handle "
+        f"{_mib(row['handle'])}, blocks {_mib(row['blocks'])}, drift {_mib(row['drift'])}, of full "
+        f"{total / row['full']:.3f}, idle {row['idle']:.1%}, same ids {row['same_ids']}"
+    )
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.2f}"
+
+
+def markdown(result: Row) -> str:
+    out = [
+        f"# Traffic of disaggregated decoding: {result['tokens']:,} tokens, {result['new']} decoded, budget "
+        f"{result['budget']:,}, {result['dtype']}, engine {result['engine']}",
+        "",
+        "MiB a request; link idle share and peak while it decodes. A full transfer moves "
+        "every block before the first token.",
+        "",
+        "| text | summaries of | fetch ratio | handle | blocks | admission | of full | drift | total | of full "
+        "| host memory | idle | peak MB/s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        admission = row["handle"] + row["blocks"]
+        cells = [
+            row["text"], f"{row['tokens_per_summary']} tokens", f"{row['fetch_ratio']:g}", _mib(row["handle"]),
+            _mib(row["blocks"]), _mib(admission), f"{admission / row['full']:.3f}", _mib(row["drift"]),
+            _mib(admission + row["drift"]), f"{(admission + row['drift']) / row['full']:.3f}", _mib(row["held"]),
+            f"{row['idle']:.1%}", f"{row['peak'] / 1e6:.1f}",
+        ]  # fmt: skip
+        out.append(f"| {' | '.join(cells)} |")
+    for row in result["full_transfer"]:
+        out.append(
+            f"| {row['text']} | full transfer | - | - | {_mib(row['bytes'])} | {_mib(row['bytes'])} | 1 | 0 | "
+            f"{_mib(row['bytes'])} | 1 | {_mib(row['bytes'])} | - | {row['peak'] / 1e6:.1f} |"
+        )
+    out += [
+        "",
+        "## The paper's geometry: Qwen3-8B, 32,768 tokens, K = 128 (arithmetic)",
+        "",
+        "GiB a request. Drift is SYNTHETIC: blocks that SmolLM2 selected anew a step and KV head, times 288 KV "
+        "heads and 1,000 tokens.",
+        "",
+        "| summaries of | blocks | open block | summaries | draft | table | admission | full transfer | ratio "
+        "| drift, synthetic |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["geometry"]:
+        names = ("blocks", "open_block", "summaries", "draft", "table", "admission", "full")
+        cells = [f"{row['tokens_per_summary']} tokens", *(f"{row[name] / 2**30:.3f}" for name in names)]
+        drift = ", ".join(
+            f"{name.removeprefix('synthetic_drift_')}: {1000 * value / 2**30:.2f}"
+            for name, value in row.items() if name.startswith("synthetic_drift_")
+        )  # fmt: skip
+        out.append(f"| {' | '.join(cells)} | {row['full'] / row['admission']:.1f}x | {drift} |")
+    out += ["", "## Bars", "", "| bar | measured | at most | |", "|---|---|---|---|"]
+    out += [
+        f"| {one['what']} | {one['measured']:.3f} | {one['bar']:.3f} | {'met' if one['met'] else 'MISSED'} |"
+        for one in result["bars"]
+    ]
+    return "\n".join(out) + "\n"
+
+
+def plot(result: Row, path: Path) -> None:
+    """Admission and drift beside a full transfer, by fetch ratio."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = result["rows"]
+    labels = [f"{row['text']}\n{row['tokens_per_summary']} tokens\n{row['fetch_ratio']:g}" for row in rows]
+    figure, axis = plt.subplots(figsize=(1.1 * len(rows) + 2, 4), layout="constrained")
+    bottom = [0.0] * len(rows)
+    for name in ("handle", "blocks", "drift"):
+        heights = [row[name] / row["full"] for row in rows]
+        axis.bar(labels, heights, bottom=bottom, label=name)
+        bottom = [a + b for a, b in zip(bottom, heights)]
+    axis.axhline(1, color="black", linestyle="--", label="full transfer")
+    axis.set_ylabel("share of a full transfer")
+    axis.legend()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)

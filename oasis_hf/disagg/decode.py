@@ -1,0 +1,240 @@
+"""The decode side: a request that was prefilled elsewhere, of whose KV only selected blocks are ever fetched."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+import weakref
+from typing import Any
+
+import torch
+
+from .. import supported
+from ..cache import OasisCache
+from ..config import ConfigError, OasisConfig
+from ..resumed import Resumed
+from ..room import keeps_buffers
+from ..store.near import Far, Near, Pending
+from ..store.pages import PagePool
+from ..store.tiered import TieredStore
+from .control import Control
+from .errors import DeadlineExceeded, DisaggError, PeerLost, PoolFull, Refused
+from .handle import Handle, head_dim, terms, unpack
+from .link import Link
+from .tcp import TcpEngine
+from .transport import Engine, Lease, Memory, Read, merged, verify
+from .wire import Address, Tls
+
+PAUSE = 0.02
+"""Seconds between two questions whether a prompt is read, or may be."""
+
+
+class _Arriving(Pending):
+    """A read of pages `numbers` to places `at`. One that is lost with its connection is tried once more over a new one:
+    a pool server that was started again has the same pages, so what may still arrive of the first is the same bytes."""
+
+    def __init__(self, far: "RemotePages", numbers: torch.Tensor, at: torch.Tensor) -> None:
+        self.far, self.at = far, at
+        self.runs = merged(far.places[numbers].numpy(), at.numpy(), far.page_bytes)
+        self.sums = None if far.sums is None else far.sums[numbers].numpy()
+        self.read = self._begun()
+
+    def _begun(self) -> Read:
+        link = self.far.link
+        if isinstance(link.lost, PeerLost):
+            link.reconnect(self.far.seconds)
+        return link.read(self.runs, self.far.lease)
+
+    def wait(self) -> None:
+        try:
+            self.read.wait(self.far.seconds)
+        except PeerLost:
+            self.read = self._begun()
+            self.read.wait(self.far.seconds)
+        if self.sums is not None:
+            verify(self.read.peer.memory, self.at, self.sums, self.far.page_bytes)
+
+    @property
+    def settled(self) -> bool:
+        return self.read.settled
+
+
+class RemotePages(Far):
+    """A request's pages in a staging pool: each is read once at most, and never written.
+
+    Args:
+        link: to the prefill node. lease: on the request, given back when this goes. seconds: deadline of a read.
+    """
+
+    name = "remote"
+
+    def __init__(self, link: Link, lease: Lease, page_bytes: int, seconds: float) -> None:
+        self.link, self.lease, self.page_bytes, self.seconds = link, lease, page_bytes, seconds
+        self.places = torch.zeros(0, dtype=torch.int64)
+        self.sums: torch.Tensor | None = None
+        self.release = weakref.finalize(self, _release, link, lease)
+
+    def hold(self, pages: torch.Tensor, sums: torch.Tensor) -> None:
+        """Page number i stands at `pages[i]` there. sums: CRC-32s, or nothing."""
+        self.places, self.sums = pages, sums if sums.numel() else None
+
+    def begin(self, numbers: torch.Tensor, memory: torch.Tensor, at: torch.Tensor) -> Pending:
+        return _Arriving(self, numbers, at)
+
+    def write(self, numbers: torch.Tensor, memory: torch.Tensor, at: torch.Tensor) -> None:
+        raise AssertionError("pages of a request are kept in host memory once they are there")
+
+
+def _release(link: Link, lease: Lease) -> None:
+    with contextlib.suppress(DisaggError, OSError):  # what is gone needs no release
+        link.release(lease, 2.0)
+
+
+class Prefilled:
+    """A request that waits on a prefill node: what `OasisCache.from_prefill` takes.
+
+    Attributes:
+        ids: `[1, n]` its tokens, for `model.generate`.
+    """
+
+    def __init__(self, client: "PrefillClient", request: str, handle: Handle, lease: Lease, nbytes: int) -> None:
+        self.client, self.request, self.handle, self.nbytes = client, request, handle, nbytes
+        self.far = RemotePages(client.link, lease, client.pool.page_bytes, client.seconds)
+        self.ids = handle.ids[None]
+
+
+class PrefillClient:
+    """A decode process's connection to a prefill node.
+
+    Args:
+        model: the same as there. address, secret, tls: of the node's pool server.
+        engine: "tcp" or "nixl", or a function that makes an `Engine` of a `Memory`.
+        config, knobs: as `OasisCache` takes them; their summaries must be those of the prefill node.
+        host_bytes: most host memory for KV of all its requests; None: the machine's.
+        seconds: deadline of a read of blocks. limits: `seconds`, `beat`, `silence` of the connection (`Link`).
+
+    Raises:
+        Refused: the node has another model, version, layout or secret. PeerLost: it is not there.
+    """
+
+    def __init__(
+        self, model: Any, address: Address, secret: bytes, engine: Any = "tcp", tls: Tls | None = None,
+        config: OasisConfig | None = None, host_bytes: int | None = None, seconds: float = 10.0,
+        limits: dict[str, float] | None = None, **knobs: Any,
+    ) -> None:  # fmt: skip
+        self.model, self.address = supported.plain_model(model), address
+        self.config, self.seconds = (config or OasisConfig()).replace(**knobs), seconds
+        weight = self.model.get_input_embeddings().weight
+        self.pool = PagePool(head_dim(self.model), weight.dtype, weight.is_cuda, host_bytes)
+        self.link = Link(
+            address, secret, terms(self.model, self.config), _engine(engine, Memory(self.pool.pages), secret, tls), tls,
+            **(limits or {}),
+        )  # fmt: skip
+
+    def fetch(self, request: str) -> Prefilled:
+        """A published request: its handle, which is not small, comes now, and none of its KV.
+
+        Raises:
+            StaleLease: there is no such request. Corrupt, PeerLost, DeadlineExceeded: as their names say.
+        """
+        data, lease = self.link.handle(request)
+        return Prefilled(self, request, Handle.parse(bytes(data)), lease, len(data))
+
+    def prefill(self, ids: torch.Tensor, seconds: float = 120.0) -> Prefilled:
+        """Has the node read a prompt of ids `[n]`; a `PrefillNode` does that.
+
+        Args:
+            seconds: limit of waiting for room in its pool, and for its turn.
+
+        Raises:
+            PoolFull: there was no room all the time. Refused: the prompt is none. DeadlineExceeded, DisaggError.
+        """
+        request, until, control = uuid.uuid4().hex, time.monotonic() + seconds, self._alive()
+        while True:
+            try:
+                control.submit(request, ids.to(torch.int64).cpu().numpy())
+                break
+            except PoolFull:
+                if time.monotonic() + PAUSE > until:
+                    raise
+                time.sleep(PAUSE)
+        while control.stage(request) != "published":
+            if time.monotonic() > until:
+                raise DeadlineExceeded(f"The prompt was not read within {seconds:g} s.")
+            time.sleep(PAUSE)
+        return self.fetch(request)
+
+    def _alive(self) -> Control:
+        """The control channel, made anew if it was lost."""
+        if isinstance(self.link.lost, PeerLost):
+            self.link.reconnect(self.seconds)
+        return self.link.control
+
+    def close(self) -> None:
+        """Caches of its requests stop working where they need blocks that are not here."""
+        self.link.close()
+
+
+def _engine(engine: Any, memory: Memory, secret: bytes, tls: Tls | None) -> Engine:
+    if engine == "tcp":
+        return TcpEngine(memory, secret, tls)
+    if engine == "nixl":
+        from .nixl import NixlEngine
+
+        return NixlEngine(memory, secret)
+    if isinstance(engine, str):
+        raise ConfigError(f"PrefillClient.engine={engine!r} is not allowed: use 'tcp' or 'nixl'.")
+    return engine(memory)
+
+
+@keeps_buffers
+def from_prefill(prefilled: Prefilled, model: Any, drafter: Any = None, **knobs: Any) -> OasisCache:
+    """A cache that holds a prefilled request; `model.generate(prefilled.ids, past_key_values=cache)` goes on with it.
+
+    Admission reads what the first steps attend to; other blocks come when they are selected, each once at most.
+
+    Args:
+        prefilled: of `PrefillClient.fetch`, used once. drafter, knobs: as `OasisCache` takes them.
+
+    Raises:
+        Refused: the model or the summaries are others than the client's. DisaggError: the node is lost.
+    """
+    client, handle = prefilled.client, prefilled.handle
+    if supported.plain_model(model) is not client.model:
+        raise ValueError("from_prefill needs the model that its PrefillClient was made with.")
+    cache = OasisCache(model, client.config, drafter, **knobs)
+    ours, theirs = cache.state.config, client.config
+    for knob in ("scorer", "summary_dtype", "tokens_per_summary"):
+        if getattr(ours, knob) != getattr(theirs, knob):
+            raise Refused(
+                "layout", f"The prefill node summarises blocks with {knob}={getattr(theirs, knob)!r}, not "
+                f"{getattr(ours, knob)!r}."
+            )  # fmt: skip
+    state, pages = cache.state, handle.pages
+    far = prefilled.far
+    near = Near(client.pool, far)
+    layers, heads, blocks = pages.shape
+
+    def make_store(
+        rows: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
+    ) -> TieredStore:  # fmt: skip
+        store = TieredStore(layers, rows, kv_heads, device, near)
+        store.admit(near.allocate(pages.numel()).view(layers, kv_heads, blocks))
+        return store
+
+    state.make_store = make_store
+    far.hold(pages.flatten().long(), handle.sums.flatten())
+    unpack(cache, handle)
+    store = state.store
+    if isinstance(store, TieredStore):
+        _begin(near, store.table[:, 0], handle.selected)
+        near.arrive()
+        _begin(near, store.table[:, 0], handle.ahead)  # beside the first step
+    cache.stepper.resumed = Resumed(int(handle.ids[-1]), handle.logits)
+    return cache
+
+
+def _begin(near: Near, table: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Read blocks `[layers, KV heads, K]`, -1 for none, of a table `[layers, KV heads, N]`."""
+    near.begin(table.gather(2, blocks.long().clamp(min=0))[blocks >= 0])

@@ -1,0 +1,167 @@
+"""What a prefill publishes of a request: a cache's whole state but its pages, which are read when they are selected."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from .. import __version__, supported
+from ..cache import OasisCache
+from ..config import BLOCK, OasisConfig
+from ..sliding import SlidingLayer
+from .control import Terms
+from .errors import Corrupt, Refused
+
+_SAMPLE = 64
+"""Values of each weight that a fingerprint reads."""
+
+_OWN = ("ids", "logits", "pages", "selected", "ahead", "sums")
+
+_ELSEWHERE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation_internal")
+"""Of a configuration: what says nothing about the model."""
+
+_DTYPE = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def fingerprint(model: Any) -> str:
+    """Of a model's configuration and weights: what two processes must agree on before one's KV serves the other."""
+    told = {name: value for name, value in supported.text_config(model).to_dict().items() if name not in _ELSEWHERE}
+    digest = hashlib.sha256(json.dumps([type(model).__name__, told], sort_keys=True, default=str).encode())
+    for name, weight in sorted(supported.plain_model(model).named_parameters()):
+        few = weight.detach().flatten()[:: max(1, weight.numel() // _SAMPLE)][:_SAMPLE]
+        digest.update(f"{name}{list(weight.shape)}{weight.dtype}".encode())
+        digest.update(few.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def terms(model: Any, config: OasisConfig) -> Terms:
+    """What both sides of a model must have alike: pages, and summaries that one makes and the other reads.
+
+    Raises:
+        UnsupportedModelError: a cache can't serve it.
+    """
+    text = supported.text_config(model)
+    dtype = model.get_input_embeddings().weight.dtype
+    layout = {
+        "block": BLOCK, "layers": sum(window is None for window in supported.layer_windows(model)),
+        "kv_heads": text.num_key_value_heads, "head_dim": head_dim(model), "dtype": _DTYPE[dtype],
+        "scorer": config.scorer, "summary_dtype": config.summary_dtype,
+        "tokens_per_summary": config.tokens_per_summary,
+    }  # fmt: skip
+    return Terms(__version__, fingerprint(model), layout)
+
+
+def head_dim(model: Any) -> int:
+    text = supported.text_config(model)
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A prefilled request.
+
+    Attributes:
+        ids: `[n]` int64, its tokens. logits: `[V]` behind the last, in the model's dtype.
+        pages: `[layers, KV heads, blocks]` int32, where its KV stands in the staging pool, the open block's too.
+        selected: `[layers, KV heads, K]` int32, blocks that the first step attends to, -1 for none. ahead: likewise,
+            what that step's query selects for the next one.
+        sums: CRC-32 of the pages, `[layers, KV heads, blocks]` int64, or empty: not to be checked.
+        state: tensors of the layers and of the drafter, by name. told: the drafter's name.
+    """
+
+    ids: torch.Tensor
+    logits: torch.Tensor
+    pages: torch.Tensor
+    selected: torch.Tensor
+    ahead: torch.Tensor
+    sums: torch.Tensor
+    state: dict[str, torch.Tensor]
+    told: dict[str, str]
+
+    def to_bytes(self) -> bytes:
+        tensors = {**{f"own.{name}": getattr(self, name) for name in _OWN}, **self.state}
+        return save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"handle": json.dumps(self.told)})
+
+    @classmethod
+    def parse(cls, data: bytes) -> "Handle":
+        """Raises Corrupt where it is none."""
+        try:
+            length = int.from_bytes(data[:8], "little")
+            told = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["handle"])
+            tensors = load(data)
+            own = {name: tensors.pop(f"own.{name}") for name in _OWN}
+        except Exception as error:  # whatever a damaged file makes of its reader
+            raise Corrupt(f"A request's handle can't be read: {error}") from error
+        return cls(**own, state=tensors, told=told)
+
+
+@torch.no_grad()
+def pack(cache: OasisCache) -> dict[str, torch.Tensor]:
+    """The state of a cache of one row without padding behind its prompt, on the host."""
+    rows = cache.state.need_rows()
+    closed, state = rows.tokens[0] // BLOCK, {}
+    layers: list[Any] = list(cache.layers)
+    for index, layer in enumerate(layers):
+        if isinstance(layer, SlidingLayer):
+            keys, values = layer.last(rows.columns)
+            state[f"{index}.keys"], state[f"{index}.values"] = keys[0], values[0]
+            continue
+        state[f"{index}.vectors"] = layer.summaries.vectors[0, :, :closed]
+        if layer.summaries.scales.numel():
+            state[f"{index}.scales"] = layer.summaries.scales[0, :, :closed]
+        state[f"{index}.scaling"] = torch.tensor(layer.scaling, dtype=torch.float64)
+        state[f"{index}.recent"] = layer.recent[0]
+    state |= {f"drafter.{name}": tensor for name, tensor in cache.drafter.shipped().items()}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+
+
+@torch.no_grad()
+def unpack(cache: OasisCache, handle: Handle) -> None:
+    """The other side: `cache`, empty and with its store's maker set, holds the request, its last token set aside.
+
+    Raises:
+        Refused: the state is of another kind of cache.
+    """
+    state, count = cache.state, len(handle.ids)
+    rows, model = cache.rows_for(1), supported.plain_model(cache.model)
+    weight = model.get_input_embeddings().weight
+    layers: list[Any] = list(cache.layers)
+    for index, layer in enumerate(layers):
+        if isinstance(layer, SlidingLayer):
+            keys, values = (_of(handle, index, name).to(weight)[None] for name in ("keys", "values"))
+            layer.lazy_initialization(keys, values)
+            layer.keep(keys, values, count, None)
+            gone = count - keys.shape[2]  # columns that the ring can't have: as if others were written over them
+            layer.high = max(count, gone + layer.size if gone else 0)
+            continue
+        vectors, recent = _of(handle, index, "vectors"), _of(handle, index, "recent")
+        layer.lazy_initialization(*(weight.new_empty((1, vectors.shape[0], 0, vectors.shape[-1])) for _ in range(2)))
+        layer.scaling = float(_of(handle, index, "scaling"))
+        layer.summaries.ensure(count // BLOCK)
+        own = layer.summaries.vectors
+        if vectors.shape[2:] != own.shape[3:] or vectors.dtype != own.dtype:
+            raise Refused("layout", f"Summaries came as {list(vectors.shape)} {vectors.dtype}, not as {own.dtype}.")
+        own[0, :, : vectors.shape[1]] = vectors.to(own.device)
+        if layer.summaries.scales.numel():
+            layer.summaries.scales[0, :, : vectors.shape[1]] = _of(handle, index, "scales").to(own.device)
+        layer.recent = recent.to(weight)[None, :, -state.window :]
+        if layer.recent.shape[2] < state.window:  # the other side keeps fewer: the oldest stands for those before it
+            oldest = layer.recent[:, :, :1].expand(-1, -1, state.window - layer.recent.shape[2], -1)
+            layer.recent = torch.cat((oldest, layer.recent), 2)
+    state.tick()  # as the forward that read the prompt: what is selected is younger than what was never
+    rows.extend(torch.ones((1, count - 1), dtype=torch.bool))
+    state.mark_dirty([0])
+    shipped = {name.removeprefix("drafter."): tensor for name, tensor in handle.state.items() if name[:8] == "drafter."}
+    cache.drafter.admit(handle.ids[None].to(weight.device), shipped)
+
+
+def _of(handle: Handle, layer: int, name: str) -> torch.Tensor:
+    try:
+        return handle.state[f"{layer}.{name}"]
+    except KeyError:
+        raise Refused("layout", f"The handle has no {name!r} of layer {layer}: it is of another model.") from None

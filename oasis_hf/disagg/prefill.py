@@ -1,0 +1,132 @@
+"""The prefill side: prompts are read here, their KV goes to a staging pool, and the GPU is free for the next."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import torch
+
+from .. import supported
+from ..attach import cache_name
+from ..cache import OasisCache
+from ..config import ConfigError, OasisConfig
+from ..store.host import HostStore, blocks_of
+from .handle import Handle, head_dim, pack, terms
+from .staging import StagingPool
+from .transport import checksums
+
+
+class PrefillWorker:
+    """Reads prompts into a staging pool (OasisKV's Remote Partial Fetching, prefill side).
+
+    Args:
+        model: any that an `OasisCache` serves. staging: the pool; its pages must be of the model's head_dim and dtype.
+        config, knobs: as `OasisCache` takes them. Decode sides may choose another budget, lookahead or fetch cap, but
+            not other summaries.
+        drafter: the same. A head's keys and values go along, so that the decode side's begins warm.
+        checked: publish a CRC-32 of each page, which the decode side then checks.
+
+    Raises:
+        ConfigError: pages of another kind, or a store in the config.
+    """
+
+    def __init__(
+        self, model: Any, staging: StagingPool, config: OasisConfig | None = None, drafter: Any = None,
+        checked: bool = False, **knobs: Any,
+    ) -> None:  # fmt: skip
+        self.model, self.staging, self.drafter, self.checked = supported.plain_model(model), staging, drafter, checked
+        self.config = (config or OasisConfig()).replace(**knobs)
+        if self.config.store != "host" or self.config.host_dtype != "model":
+            raise ConfigError("PrefillWorker keeps pages in its staging pool as they are: leave store and host_dtype.")
+        self._reserved: dict[str, int] = {}
+        self.terms = terms(self.model, self.config)
+        layout = self.terms.layout
+        own = (head_dim(self.model), layout["dtype"])
+        if own != (staging.head_dim, str(staging.dtype).removeprefix("torch.")):
+            raise ConfigError(
+                f"The staging pool has pages of head_dim {staging.head_dim} in {staging.dtype}, but "
+                f"{type(self.model).__name__} needs head_dim {own[0]} in {own[1]}."
+            )
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that a prompt of so many tokens reserves: those of the step behind it too."""
+        return self.terms.layout["layers"] * self.terms.layout["kv_heads"] * blocks_of(tokens + 1)
+
+    def prefill(self, input_ids: torch.Tensor, request: str | None = None) -> str:
+        """Read a prompt, and publish it.
+
+        Args:
+            input_ids: `[n]` or `[1, n]` ids, without padding. request: its name; None: a new one.
+
+        Returns:
+            The name, by which a decode side fetches it.
+
+        Raises:
+            PoolFull: the staging pool has no room for it now. ValueError: no prompt, or more than one.
+        """
+        ids = input_ids.reshape(1, -1) if input_ids.ndim == 1 else input_ids
+        if ids.shape[0] != 1 or not ids.shape[1]:
+            raise ValueError(f"A request is one prompt of at least one token, not {list(input_ids.shape)}.")
+        request = request or uuid.uuid4().hex
+        self.reserve(request, ids.shape[1])
+        self.read(request, ids[0])
+        return request
+
+    def reserve(self, request: str, tokens: int) -> None:
+        """Pages for a prompt of so many tokens, which `read` fills. Raises PoolFull."""
+        self._reserved[request] = self.staging.reserve(request, self.pages_for(tokens))[1]
+
+    @torch.no_grad()
+    def read(self, request: str, ids: torch.Tensor) -> None:
+        """Ids `[n]` of a request that has its pages; published when this returns, and given back if it raises."""
+        generation = self._reserved.pop(request)
+        try:
+            handle = self._read(ids[None], request)
+            self.staging.publish(request, handle.to_bytes(), handle.pages.flatten().long())
+        except BaseException:
+            self.staging.release(request, generation)
+            raise
+
+    def _read(self, ids: torch.Tensor, request: str) -> Handle:
+        cache = OasisCache(self.model, self.config, self.drafter)
+        state, name = cache.state, cache_name(self.model)
+        state.make_store = lambda rows, heads, dim, dtype, device: HostStore(
+            state.sparse_layers, rows, heads, dim, dtype, device, pool=self.staging.pages_of(request)
+        )
+        device, count = self.model.get_input_embeddings().weight.device, ids.shape[1]
+        with cache.mode("prefill"):
+            logits = self.model(ids.to(device), **{name: cache}, logits_to_keep=1).logits[0, -1]
+        packed = pack(cache)
+        selected, ahead = self._selected(cache, logits, name, blocks_of(count))
+        cache.settle()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the pages are written
+        layers = cache.sparse_layers
+        table = state.store.table[:, 0, :, : blocks_of(count)] if isinstance(state.store, HostStore) else None
+        assert table is not None and len(layers) == len(table)
+        sums = torch.zeros(0, dtype=torch.int64)
+        if self.checked:
+            pages = self.staging.pool.pages[table.flatten()].view(torch.uint8).numpy()
+            sums = torch.from_numpy(checksums(pages, self.staging.page_bytes)).view(table.shape)
+        return Handle(
+            ids[0].cpu().long(), logits.cpu(), table.int(), selected, ahead, sums, packed,
+            {"drafter": cache.drafter.name},
+        )  # fmt: skip
+
+    def _selected(
+        self, cache: OasisCache, logits: torch.Tensor, name: str, blocks: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """What the first step attends to, selected by the last token's query, and what the next token's query, which
+        one more step gives (paper, section 5), selects besides: `[layers, KV heads, K]` int32 each, -1 for none."""
+        layers = cache.sparse_layers
+        if not layers:
+            return torch.zeros((0, 0, 0), dtype=torch.int32), torch.zeros((0, 0, 0), dtype=torch.int32)
+        with cache.mode("decode"):
+            cache.first_select()
+            before = torch.stack([layer.working_set.table[0].cpu() for layer in layers])
+            self.model(logits.argmax().view(1, 1), **{name: cache}, logits_to_keep=1)
+        after = torch.stack([layer.working_set.table[0].cpu() for layer in layers])
+        after = torch.where(after < blocks, after, -1)  # that step may have opened one more
+        new = (after[..., None] != before[..., None, :]).all(-1)
+        return before.int(), torch.where(new, after, -1).int()

@@ -1,0 +1,164 @@
+"""A decode process: prompts go to prefill nodes, and their KV comes as it is selected."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import TextStreamer
+
+from ..attach import cache_name
+from ..cache import OasisCache
+from .decode import PrefillClient, Prefilled
+from .errors import DisaggError, PeerLost, PoolFull
+from .wire import Address
+
+AHEAD = 2
+"""Prompts that are being prefilled while another is decoded."""
+
+
+@dataclass
+class Job:
+    """One completion. prompt: text, or ids. options: of `generate`. seed: of sampling, None: none is set.
+
+    Attributes:
+        tell: called with ("text", piece), then ("done", what came of it) or ("error", a sentence).
+    """
+
+    prompt: str | list[int]
+    options: dict[str, Any]
+    seed: int | None
+    tell: Callable[[str, Any], None]
+    tried: set[Address] = field(default_factory=set)
+
+
+class _Pieces(TextStreamer):
+    def __init__(self, tokenizer: Any, tell: Callable[[str, Any], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.tell = tell
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.tell("text", text)
+
+
+class DecodeWorker:
+    """Decodes one completion at a time; the next prompts are prefilled meanwhile.
+
+    A prefill node that is lost costs a request nothing but time where there is another: its prompt is read there.
+
+    Args:
+        model, tokenizer: as on the nodes. addresses: of the nodes, taken in turn. secret, client: as `PrefillClient`.
+        patience: seconds that a prompt may wait for room in the nodes' pools, and for being read.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, addresses: Sequence[Address], secret: bytes, patience: float = 120.0,
+        **client: Any,
+    ) -> None:  # fmt: skip
+        self.model, self.tokenizer, self.patience = model, tokenizer, patience
+        self._connect = {at: lambda at=at: PrefillClient(model, at, secret, **client) for at in addresses}
+        self._clients: dict[Address, PrefillClient] = {}
+        self._turn = itertools.cycle(addresses)
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._ready: queue.Queue[tuple[Job, torch.Tensor, Prefilled] | None] = queue.Queue(AHEAD)
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._prefill, self._decode)]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Ends after what was added."""
+        self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        for client in self._clients.values():
+            client.close()
+
+    def _prefill(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                ids = self._ids(job)
+                self._ready.put((job, ids, self._prefilled(job, ids)))
+            except Exception as error:
+                job.tell("error", _sentence(error))
+        self._ready.put(None)
+
+    def _ids(self, job: Job) -> torch.Tensor:
+        if isinstance(job.prompt, str):
+            return self.tokenizer(job.prompt, return_tensors="pt").input_ids[0]
+        return torch.tensor(job.prompt, dtype=torch.int64)
+
+    def _prefilled(self, job: Job, ids: torch.Tensor) -> Prefilled:
+        """From the next node that is there and has room."""
+        errors: list[DisaggError] = []
+        for address in itertools.islice(self._turn, len(self._connect)):
+            if address in job.tried:
+                continue
+            try:
+                return self._client(address).prefill(ids, self.patience)
+            except (PeerLost, PoolFull) as error:
+                errors.append(error)
+                if isinstance(error, PeerLost):
+                    self._forget(address)
+        raise errors[-1] if errors else PeerLost("Every prefill node was lost while this request was decoded.")
+
+    def _client(self, address: Address) -> PrefillClient:
+        if address not in self._clients:
+            self._clients[address] = self._connect[address]()
+        return self._clients[address]
+
+    def _forget(self, address: Address) -> None:
+        client = self._clients.pop(address, None)
+        if client is not None:
+            client.close()
+
+    def _decode(self) -> None:
+        while (ready := self._ready.get()) is not None:
+            job, ids, prefilled = ready
+            try:
+                job.tell("done", self._completed(job, ids, prefilled))
+            except Exception as error:
+                job.tell("error", _sentence(error))
+
+    def _completed(self, job: Job, ids: torch.Tensor, prefilled: Prefilled) -> dict[str, Any]:
+        while True:
+            try:
+                return self._generated(job, ids, prefilled)
+            except PeerLost:
+                job.tried.add(prefilled.client.address)
+                prefilled = self._prefilled(job, ids)
+                job.tell("again", None)  # what was said before is said anew
+
+    def _generated(self, job: Job, ids: torch.Tensor, prefilled: Prefilled) -> dict[str, Any]:
+        cache = OasisCache.from_prefill(prefilled, self.model)
+        device = self.model.get_input_embeddings().weight.device
+        if job.options.get("do_sample"):
+            if job.seed is None:
+                job.seed = int(torch.seed()) & 0x7FFFFFFF  # decoded again it says the same
+            torch.manual_seed(job.seed)
+        prompt = ids[None].to(device)
+        out = self.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), streamer=_Pieces(self.tokenizer, job.tell),
+            **{cache_name(self.model): cache}, **job.options,
+        )  # fmt: skip
+        new = out[0, len(ids) :]
+        near = cache.state.store
+        ends = self.model.generation_config.eos_token_id
+        ended = len(new) and int(new[-1]) in ([ends] if isinstance(ends, int) else ends or [])
+        return {
+            "text": self.tokenizer.decode(new, skip_special_tokens=True), "ids": new.tolist(),
+            "prompt_tokens": len(ids), "finish": "stop" if ended else "length",
+            "bytes": 0 if near is None else near.near_bytes,
+        }  # fmt: skip
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
