@@ -233,6 +233,27 @@ def test_what_did_not_come_counts_as_not_there(tmp_path, monkeypatch):
     assert near.pages[near.bring(pages[4:6])].eq(5.0).all(), "what was sent away before is in the file"
 
 
+def test_what_could_not_be_asked_for_is_not_there():
+    near = file_pages(DIM, torch.float32, pin=False, host_bytes=4 * PAGE)
+    pages = near.allocate(6)
+    for some in pages.split(3):
+        places = near.bring(some, torch.zeros(3, dtype=torch.bool))
+        near.pages[places] = 3.0
+        near.change(places)
+    far = near.far.begin
+
+    def refused(*args):
+        raise StoreFileError("no")
+
+    near.far.begin = refused
+    missing = pages[near._place[pages] < 0]
+    with pytest.raises(StoreFileError):
+        near.bring(missing)
+    near.far.begin = far
+    assert near.held == near.pool.pages_in_use <= 4
+    assert near.pages[near.bring(missing)].eq(3.0).all(), "it is asked for again, and read"
+
+
 def test_a_full_disk_is_told_with_its_numbers(tmp_path, monkeypatch):
     def full(file, start, size):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -131,9 +131,14 @@ class Near(PageNumbers):
             self._place[missing], self._page[new], self._used_at[new] = new, missing, self._clock
             wanted = missing if fill is None else missing[fill[~here][order]]
             if len(wanted):
+                try:
+                    pending = self.far.begin(wanted, self.pages, self._place[wanted])
+                except BaseException:  # none of them is there
+                    self._place[missing] = -1
+                    self._vacate(new)
+                    raise
                 self._begun += 1
-                self._arriving[self._begun] = self.far.begin(wanted, self.pages, self._place[wanted]), wanted
-                self._arrival[wanted] = self._begun
+                self._arriving[self._begun], self._arrival[wanted] = (pending, wanted), self._begun
                 self.read += len(wanted)
         return self._place[pages]
 
