@@ -18,6 +18,8 @@ from oasis_hf.branching import tapped
 
 LENGTHS, STEPS = [150, 61, 97], 30
 
+pytestmark = pytest.mark.core
+
 
 @torch.no_grad()
 def forward(model, cache, tokens, mask=None):

@@ -78,6 +78,7 @@ def generate(model, ids, cache, count=60, **kwargs):
     return model.generate(ids, attention_mask=torch.ones_like(ids), **{cache_name(model): cache}, **how)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_ids_are_those_of_a_single_process(family, knobs):
