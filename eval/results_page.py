@@ -102,6 +102,8 @@ SECTIONS = (
     Section("disagg_traffic", "Traffic of prefill and decode on two machines",
             "python eval/disagg_traffic.py --out eval/results",
             "What crosses the network for a request, by fetch ratio (the paper's Fig. 14).", in_tables=True),
+    Section("ttft", "Time to the next token behind a prefill elsewhere", "python eval/ttft.py --out eval/results",
+            "Measured over links of known speed, against bytes / rate (the paper's Fig. 15)."),
     Section("decode", "Decode steps", "python eval/decode.py --out eval/results/decode.json",
             "Qwen3-8B's shape, random weights, exactly C random blocks fetched a KV head, layer and step.",
             of.decode, of.decode_bars, in_tables=True),

@@ -43,6 +43,7 @@ def _shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="tcp", choices=["tcp", "nixl"], help="(default: tcp)")
     parser.add_argument("--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="PEM files; both sides or neither")
     parser.add_argument("--budget", type=int, help="working set in tokens, as the knob")
+    parser.add_argument("--tokens-per-summary", type=int, help="as the knob")
     parser.add_argument("--device", help="(default: the GPU if there is one)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="(default: the model's own)")
     parser.add_argument("--threads", type=int, default=0, help="of each process's torch (default: torch's own)")
@@ -74,7 +75,11 @@ def _prepared(args: argparse.Namespace) -> tuple[bytes, Tls | None, dict[str, An
             raise ConfigError(f"--tls can't be used: {error}") from error
     if args.threads:
         torch.set_num_threads(args.threads)
-    knobs = {name: getattr(args, name) for name in ("budget", "fetch_ratio") if getattr(args, name, None) is not None}
+    knobs = {
+        name: getattr(args, name)
+        for name in ("budget", "fetch_ratio", "tokens_per_summary")
+        if getattr(args, name, None) is not None
+    }
     return _secret(args.secret_file), tls, knobs
 
 

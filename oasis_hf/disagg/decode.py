@@ -142,7 +142,12 @@ class PrefillClient:
         return Prefilled(self, request, Handle.parse(bytes(data)), lease, len(data))
 
     def prefill(self, ids: torch.Tensor, seconds: float = 120.0) -> Prefilled:
-        """Has the node read a prompt of ids `[n]`; a `PrefillNode` does that.
+        """`published`, and fetched."""
+        return self.fetch(self.published(ids, seconds))
+
+    def published(self, ids: torch.Tensor, seconds: float = 120.0) -> str:
+        """Has the node read a prompt of ids `[n]`, which a `PrefillNode` does. Gives the request's name once it may be
+        fetched.
 
         Args:
             seconds: limit of waiting for room in its pool, and for its turn.
@@ -163,7 +168,7 @@ class PrefillClient:
             if time.monotonic() > until:
                 raise DeadlineExceeded(f"The prompt was not read within {seconds:g} s.")
             time.sleep(PAUSE)
-        return self.fetch(request)
+        return request
 
     def _alive(self) -> Control:
         """The control channel, made anew if it was lost."""
