@@ -97,7 +97,7 @@ class OasisCache(Report, Padding, Committing, Cache):
     def rows_for(self, batch: int) -> Rows:
         """The rows, opened by the first forward; another batch size than theirs raises."""
         rows = self.state.rows
-        if rows is not None and len(rows) != batch and rows.columns == 0:
+        if rows is not None and len(rows) != batch and rows.columns == 0 and self.stepper.resumed is None:
             for layer in self.layers:
                 layer.drop()
             self.graphs.forget()

@@ -301,3 +301,29 @@ def test_a_node_that_is_gone_is_an_error_in_time_and_the_cache_is_as_it_was():
             generate(model, ids, cache, 150)
         assert time.monotonic() - started < 8
         assert generate(model, ids, other).shape == (1, 460)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_model_of_sliding_windows_alone_has_no_pages_to_fetch(checked):
+    model = tiny("mistral")
+    with Node(model, budget=96, checked=checked) as node:
+        for length in (1, 299):
+            ids = prompt(1, length)
+            want = generate(model, ids, OasisCache(model, budget=96))
+            assert torch.equal(generate(model, ids, node.cache(ids)), want)
+
+
+@pytest.mark.parametrize("knobs", [{"store": "file"}, {"store": "resident"}, {"host_dtype": "bfloat16"}], ids=str)
+def test_a_store_of_ones_own_is_refused(knobs):
+    with Node(tiny("llama"), budget=96) as node, pytest.raises(ConfigError, match="leave store and host_dtype"):
+        node.cache(prompt(1, 40), **knobs)
+
+
+@pytest.mark.parametrize("length", [1, 40])
+def test_other_rows_than_its_own_are_refused(length):
+    """A prompt of one token, which is set aside, leaves no columns: its rows count all the same."""
+    model, ids = tiny("llama"), prompt(1, length)
+    with Node(model, budget=96) as node:
+        cache = node.cache(ids)
+        with pytest.raises(ValueError, match="holds 1 rows, the call has 2"):
+            generate(model, ids.expand(2, -1), cache, 2)

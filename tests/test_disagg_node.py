@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -199,6 +201,8 @@ def test_a_lost_node_is_replaced_by_another_and_a_wrong_request_harms_nobody():
         ({"prompt": "a", "max_tokens": 0}, "use 1 to"), ({"prompt": "a", "max_tokens": 1.5}, "max_tokens=1.5"),
         ({"prompt": "a", "temperature": 3}, "use 0 to 2"), ({"prompt": "a", "temperature": True}, "temperature=True"),
         ({"prompt": "a", "seed": "x"}, "use an integer"), ({"prompt": "a", "tools": []}, "no field 'tools'"),
+        ({"prompt": "a", "seed": 1 << 70}, "an integer of 64 bits"), ({"prompt": [1 << 70]}, "prompt must be"),
+        ({"prompt": "\ud800"}, "half a surrogate pair"), ({"prompt": "a", "stream": "false"}, "use true or false"),
     ],
 )  # fmt: skip
 def test_a_wrong_completion_is_told_in_a_sentence(body, said):
@@ -243,31 +247,42 @@ def test_completions_over_http(folder):
             streamed = await http.post("/v1/completions", json={**body, "stream": True})
             events = (await streamed.text()).strip().split("\n\n")
             wrong = await http.post("/v1/completions", json={**body, "n": 3})
-            broken = await http.post("/v1/completions", data=b"{")
+            broken = [(await http.post("/v1/completions", data=data)).status for data in (b"{", b"\xf8")]
+            early = await http.post("/v1/completions", json={"prompt": [500], "max_tokens": 2, "stream": True})
+            process, sent = router._processes[0], []
+            send, process.pipe.send = process.pipe.send, lambda job: (sent.append(job), send(job))
+            left = router.complete(text, {"max_new_tokens": 1500, "do_sample": False}, None)
+            await anext(left)
+            await left.aclose()
+            assert [job[1] for job in sent] == [text, None] and sent[0][0] == sent[1][0], "it is called off"
             late = await http.post("/v1/completions", json={"prompt": [500], "max_tokens": 2})
             waits = asyncio.create_task(http.post("/v1/completions", json={**body, "max_tokens": 1500}))
             while not router._processes[0].jobs:
                 await asyncio.sleep(0.01)
             router._processes[0].child.kill()
             killed = await waits
+            while not router.restarts or not router._processes[0].ready.is_set():
+                await asyncio.sleep(0.05)
+            os.kill(router._processes[0].child.pid, signal.SIGINT)  # as a terminal does, to all
             again = await http.post("/v1/completions", json=body)
             whole.append(await again.json())
             told = [await (await http.get(path)).json() for path in ("/v1/models", "/health", "/stats")]
-            return whole, events, wrong.status, broken.status, (late.status, await late.json()), killed.status, told
+            statuses = [wrong.status, *broken, early.status]
+            return whole, events, statuses, (late.status, await late.json()), killed.status, told
 
     with node() as one:
         router = Router(
             folder, 1, addresses=[one.server.address], secret=SECRET, budget=BUDGET, device="cpu", dtype=torch.float32,
             threads=1,
         )  # fmt: skip
-        whole, events, wrong, broken, late, killed, told = asyncio.run(session(router))
+        whole, events, statuses, late, killed, told = asyncio.run(session(router))
     want = letter_tokenizer().decode(alone(ids), skip_special_tokens=True)
     for answer in whole:
         assert answer["object"] == "text_completion" and answer["choices"][0]["text"] == want
         assert answer["usage"]["prompt_tokens"] == ids.shape[1]
     assert events[-1] == "data: [DONE]"
     assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-1]) == want
-    assert (wrong, broken) == (400, 400) and late[0] == 400 and "ids outside" in late[1]["error"]["message"]
+    assert statuses == [400] * 4 and late[0] == 400 and "ids outside" in late[1]["error"]["message"]
     assert told[0]["data"][0]["id"] == folder and told[1] == {"status": "ok"} and told[2]["served"] == 5
     assert killed == 503 and told[2]["restarts"] == 1, "a decode process that dies is started again"
     assert aiohttp.__version__
@@ -284,6 +299,10 @@ def test_completions_over_http(folder):
         (["serve-disagg", "--workers", "0"], "--workers 0 is not allowed"),
         (["serve-disagg", "--prefill", "x"], "The address 'x' is not allowed"),
         (["serve-disagg", "--tls", "a", "b", "c"], "--tls can't be used"),
+        (["serve-disagg", "--budget", "7"], "budget=7 is not allowed"),
+        (["serve-disagg", "no/such/model/here", "--listen", "127.0.0.1:0"], "oasis-hf: Can't load no/such/model/here"),
+        (["prefill-server", "--threads", "-1"], "--threads -1 is not allowed"),
+        (["prefill-server", "--device", "gpu"], "--device 'gpu' can't be used"),
     ],
 )
 def test_mistakes_in_a_call(arguments, said, tmp_path, capsys):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import threading
+import time
 
 import pytest
 import torch
@@ -284,3 +286,32 @@ def test_nothing_is_left_behind(tmp_path):
     assert not list(tmp_path.iterdir()) and len(os.listdir("/proc/self/fd")) == before + 1
     del where
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_transfer_that_outlives_its_file_ends_without_a_word(monkeypatch, capfd):
+    """The last to hold the file is then a thread of its own, which can't wait for itself."""
+    pages = PageFile(PAGE)
+    file, held, going = pages.file, threading.Event(), threading.Event()
+    pages.make_room(4)
+
+    def slow(*args):
+        going.set()
+        held.wait(10)
+        return os.preadv(*args)
+
+    memory, at = torch.zeros(4, 2, BLOCK, DIM), torch.arange(4)
+    transfers = pages._transfer(slow, at, memory, at)
+    assert going.wait(10)
+    del pages
+    held.set()
+    transfers.wait()
+    for _ in range(200):
+        try:
+            os.fstat(file)
+        except OSError as error:
+            assert error.errno == errno.EBADF
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("the file is still open")
+    assert "Exception ignored" not in capfd.readouterr().err

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError
+from ..config import ConfigError, OasisConfig
 from .errors import DisaggError
 from .router import Router, addresses, application, parse_address
 from .wire import Tls
@@ -73,6 +73,13 @@ def _prepared(args: argparse.Namespace) -> tuple[bytes, Tls | None, dict[str, An
             tls.context(server=True)
         except OSError as error:
             raise ConfigError(f"--tls can't be used: {error}") from error
+    if args.threads < 0:
+        raise ConfigError(f"--threads {args.threads} is not allowed: use an integer >= 0.")
+    if args.device is not None:
+        try:
+            torch.empty(0, device=args.device)
+        except (RuntimeError, AssertionError) as error:  # what torch raises where it was built without it
+            raise ConfigError(f"--device {args.device!r} can't be used: {str(error).splitlines()[0]}") from error
     if args.threads:
         torch.set_num_threads(args.threads)
     knobs = {
@@ -125,6 +132,7 @@ def serve_disagg(args: argparse.Namespace) -> int:
     if args.workers < 1:
         raise ConfigError(f"--workers {args.workers} is not allowed: use an integer >= 1.")
     secret, tls, knobs = _prepared(args)
+    OasisConfig(**knobs)  # before a decode process meets them in its first request
     router = Router(
         args.model, args.workers, addresses=prefill, secret=secret, engine=args.engine, tls=tls, device=args.device,
         dtype=args.dtype and getattr(torch, args.dtype), threads=args.threads or torch.get_num_threads(), **knobs,
@@ -132,7 +140,8 @@ def serve_disagg(args: argparse.Namespace) -> int:
     _warn(listen[0], None)
     try:
         web.run_app(
-            application(router), host=listen[0], port=listen[1],
+            application(router), host=listen[0], port=listen[1], handler_cancellation=True,
+            shutdown_timeout=5,  # then completions under way are left
             print=lambda *text: print(f"completions at http://{listen[0]}:{listen[1]}/v1/completions", flush=True),
         )  # fmt: skip
     except OSError as error:

@@ -197,13 +197,15 @@ def _engine(engine: Any, memory: Memory, secret: bytes, tls: Tls | None) -> Engi
 def from_prefill(prefilled: Prefilled, model: Any, drafter: Any = None, **knobs: Any) -> OasisCache:
     """A cache that holds a prefilled request; `model.generate(prefilled.ids, past_key_values=cache)` goes on with it.
 
-    Admission reads what the first steps attend to; other blocks come when they are selected, each once at most.
+    Admission reads what the first steps attend to; other blocks come when they are selected, each once at most. Of a
+    sliding-window layer the window's tokens come, so that `crop` can't go far behind the prompt's end.
 
     Args:
         prefilled: of `PrefillClient.fetch`, used once. drafter, knobs: as `OasisCache` takes them.
 
     Raises:
-        Refused: the model or the summaries are others than the client's. DisaggError: the node is lost.
+        Refused: the summaries are others than the client's. ConfigError: a store or host_dtype in the knobs.
+        ValueError: another model than the client's. DisaggError: the node is lost.
     """
     client, handle = prefilled.client, prefilled.handle
     if supported.plain_model(model) is not client.model:
@@ -216,6 +218,10 @@ def from_prefill(prefilled: Prefilled, model: Any, drafter: Any = None, **knobs:
                 "layout", f"The prefill node summarises blocks with {knob}={getattr(theirs, knob)!r}, not "
                 f"{getattr(ours, knob)!r}."
             )  # fmt: skip
+    if ours.store != "host" or ours.host_dtype != "model":
+        raise ConfigError(
+            "from_prefill keeps the pages that come in host memory as they are: leave store and host_dtype."
+        )
     state, pages = cache.state, handle.pages
     far = prefilled.far
     near = Near(client.pool, far)

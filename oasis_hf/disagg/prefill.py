@@ -50,8 +50,9 @@ class PrefillWorker:
             )
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that a prompt of so many tokens reserves: those of the step behind it too."""
-        return self.terms.layout["layers"] * self.terms.layout["kv_heads"] * blocks_of(tokens + 1)
+        """Pages that a prompt of so many tokens reserves: those of the step behind it too. One where every layer has a
+        sliding window, which is not used: a request without any can't be told from one that is over."""
+        return max(1, self.terms.layout["layers"] * self.terms.layout["kv_heads"] * blocks_of(tokens + 1))
 
     def prefill(self, input_ids: torch.Tensor, request: str | None = None) -> str:
         """Read a prompt, and publish it.
@@ -103,10 +104,12 @@ class PrefillWorker:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the pages are written
         layers = cache.sparse_layers
-        table = state.store.table[:, 0, :, : blocks_of(count)] if isinstance(state.store, HostStore) else None
-        assert table is not None and len(layers) == len(table)
+        table = torch.zeros((0, 0, 0), dtype=torch.int64)  # every layer has a sliding window
+        if isinstance(state.store, HostStore):
+            table = state.store.table[:, 0, :, : blocks_of(count)]
+        assert len(layers) == len(table)
         sums = torch.zeros(0, dtype=torch.int64)
-        if self.checked:
+        if self.checked and layers:
             pages = self.staging.pool.pages[table.flatten()].view(torch.uint8).numpy()
             sums = torch.from_numpy(checksums(pages, self.staging.page_bytes)).view(table.shape)
         return Handle(

@@ -8,9 +8,11 @@ import functools
 import itertools
 import json
 import multiprocessing
+import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,8 @@ from .wire import Address
 
 UNSUPPORTED = {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "suffix": None, "stop": None, "logit_bias": None}
 """Fields of a completion that are taken with this value only."""
+
+_MOST = (1 << 63) - 1
 
 TAKEN = ("model", "prompt", "max_tokens", "temperature", "top_p", "seed", "stream", "user")
 
@@ -38,9 +42,11 @@ def asked(body: Any, name: str) -> tuple[Any, dict[str, Any], int | None, bool]:
         elif key not in TAKEN:
             raise Refused("request", f"There is no field {key!r:.40}: use {', '.join(TAKEN)}.")
     prompt = body.get("prompt")
-    ids = isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt)
+    ids = isinstance(prompt, list) and bool(prompt) and all(type(one) is int and abs(one) <= _MOST for one in prompt)
     if not ids and not (isinstance(prompt, str) and prompt):
         raise Refused("request", "prompt must be a text or a list of token ids, and not empty; one a request.")
+    if isinstance(prompt, str) and not prompt.isascii() and any("\ud800" <= one <= "\udfff" for one in prompt):
+        raise Refused("request", "prompt has half a surrogate pair, which is no text.")
     if body.get("model") not in (None, name):
         raise Refused("request", f"There is no model {body['model']!r:.80}: this is {name!r}.")
     numbers = {"max_tokens": (16, 1, 1 << 20), "temperature": (1.0, 0, 2), "top_p": (1.0, 0, 1)}
@@ -51,8 +57,10 @@ def asked(body: Any, name: str) -> tuple[Any, dict[str, Any], int | None, bool]:
         if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
             raise Refused("request", f"{key}={value!r:.40} is not allowed: use {low} to {high}.")
     seed = body.get("seed")
-    if seed is not None and type(seed) is not int:
-        raise Refused("request", f"seed={seed!r:.40} is not allowed: use an integer.")
+    if seed is not None and (type(seed) is not int or abs(seed) > _MOST):
+        raise Refused("request", f"seed={seed!r:.40} is not allowed: use an integer of 64 bits.")
+    if body.get("stream") not in (None, True, False):
+        raise Refused("request", f"stream={body['stream']!r:.40} is not allowed: use true or false.")
     options: dict[str, Any] = {"max_new_tokens": values["max_tokens"], "do_sample": values["temperature"] > 0}
     if options["do_sample"]:
         options |= {"temperature": float(values["temperature"]), "top_p": float(values["top_p"]), "top_k": 0}
@@ -61,13 +69,18 @@ def asked(body: Any, name: str) -> tuple[Any, dict[str, Any], int | None, bool]:
 
 def decode_process(pipe: Any, model: str | None, settings: dict[str, Any]) -> None:
     """What a decode process runs: jobs come over `pipe`, and what is to be told goes back."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the router too, which ends this process
     import torch
 
-    from ..models import load
+    from ..models import ModelError, load
     from .worker import DecodeWorker, Job
 
     torch.set_num_threads(settings.pop("threads"))
-    loaded, tokenizer = load(model, settings.pop("device"), settings.pop("dtype"))
+    try:
+        loaded, tokenizer = load(model, settings.pop("device"), settings.pop("dtype"))
+    except ModelError as error:
+        pipe.send((-1, "failed", str(error)))
+        return
     worker = DecodeWorker(loaded, tokenizer, **settings)
     sending = threading.Lock()
 
@@ -76,9 +89,15 @@ def decode_process(pipe: Any, model: str | None, settings: dict[str, Any]) -> No
             pipe.send((number, what, value))
 
     tell(-1, "ready", None)
+    jobs: weakref.WeakValueDictionary[int, Job] = weakref.WeakValueDictionary()
     while (job := _received(pipe)) is not None:
         number, prompt, options, seed = job
-        worker.add(Job(prompt, options, seed, functools.partial(tell, number)))
+        if prompt is not None:
+            jobs[number] = one = Job(prompt, options, seed, functools.partial(tell, number))
+            worker.add(one)
+            del one
+        elif number in jobs:
+            jobs[number].gone = True
     worker.close()
 
 
@@ -91,13 +110,14 @@ def _received(pipe: Any) -> Any:
 
 @dataclass(eq=False)
 class _Process:
-    """jobs: by number, where what is told of them goes."""
+    """jobs: by number, where what is told of them goes. why: it ended before it was ready."""
 
     child: Any
     pipe: Any
     ready: asyncio.Event
     jobs: dict[int, "asyncio.Queue[tuple[str, Any]]"] = field(default_factory=dict)
     alive: bool = True
+    why: str = "A decode process ended before it was ready; see its messages."
 
 
 class Router:
@@ -125,7 +145,7 @@ class Router:
             await asyncio.wait_for(process.ready.wait(), seconds)
             if not process.alive:
                 await self.close()
-                raise RuntimeError("A decode process ended before it was ready; see its messages.")
+                raise RuntimeError(process.why)
 
     def _started(self) -> _Process:
         context = multiprocessing.get_context("spawn")
@@ -150,6 +170,8 @@ class Router:
     def _told(self, process: _Process, number: int, what: str, value: Any) -> None:
         if what == "ready":
             process.ready.set()
+        elif what == "failed":
+            process.why = value
         elif number in process.jobs:
             process.jobs[number].put_nowait((what, value))
 
@@ -163,12 +185,15 @@ class Router:
             self.restarts += 1
             self._processes[self._processes.index(process)] = self._started()
 
-    async def complete(self, prompt: Any, options: dict[str, Any], seed: int | None) -> AsyncIterator[tuple[str, Any]]:
+    async def complete(
+        self, prompt: Any, options: dict[str, Any], seed: int | None
+    ) -> AsyncGenerator[tuple[str, Any], None]:
         """What a decode process tells of one completion: pieces of text, then how it ended."""
-        process = min(self._processes, key=lambda one: (not one.ready.is_set(), len(one.jobs)))
-        number, told = next(self._numbers), asyncio.Queue[tuple[str, Any]]()
+        process = min(self._processes, key=lambda one: (not one.alive, not one.ready.is_set(), len(one.jobs)))
+        number, told, what = next(self._numbers), asyncio.Queue[tuple[str, Any]](), ""
         process.jobs[number] = told
         try:
+            await process.ready.wait()  # one that loads its model reads nothing, and a full pipe would stop this loop
             process.pipe.send((number, prompt, options, seed))
             while True:
                 what, value = await told.get()
@@ -181,6 +206,9 @@ class Router:
             yield "error", f"PeerLost: the decode process ended: {error}"
         finally:
             process.jobs.pop(number, None)
+            if what not in ("done", "error"):  # who asked has gone
+                with contextlib.suppress(OSError):
+                    process.pipe.send((number, None, None, None))
 
     async def close(self) -> None:
         self._closing = True
@@ -211,21 +239,22 @@ def application(router: Router) -> Any:
             prompt, options, seed, streams = asked(await request.json(), router.name)
         except Refused as error:
             return refused(str(error))
-        except json.JSONDecodeError as error:
+        except (ValueError, LookupError, RecursionError) as error:  # bytes that are no text, a charset that is none
             return refused(f"The body is no JSON: {error}.")
         head = {"id": f"cmpl-{time.time_ns():x}", "object": "text_completion", "created": int(time.time()),
                 "model": router.name}  # fmt: skip
-        told = router.complete(prompt, options, seed)
-        if streams:
-            return await _streamed(web, request, head, told, choice)
-        async for what, value in told:
-            if what == "error":
-                return refused(value, 400 if value.startswith("Refused") else 503)
-            if what == "done":
-                count = len(value["ids"])
-                usage = {"prompt_tokens": value["prompt_tokens"], "completion_tokens": count,
-                         "total_tokens": value["prompt_tokens"] + count}  # fmt: skip
-                return web.json_response({**head, "choices": [choice(value["text"], value["finish"])], "usage": usage})
+        async with contextlib.aclosing(router.complete(prompt, options, seed)) as told:
+            async for what, value in told:
+                if what == "error":
+                    return refused(value, 400 if value.startswith("Refused") else 503)
+                if streams:
+                    return await _streamed(web, request, head, (what, value), told, choice)
+                if what == "done":
+                    count = len(value["ids"])
+                    usage = {"prompt_tokens": value["prompt_tokens"], "completion_tokens": count,
+                             "total_tokens": value["prompt_tokens"] + count}  # fmt: skip
+                    choices = [choice(value["text"], value["finish"])]
+                    return web.json_response({**head, "choices": choices, "usage": usage})
         return refused("The completion did not end.", 503)
 
     async def models(request: Any) -> Any:
@@ -253,29 +282,35 @@ def application(router: Router) -> Any:
 
 
 async def _streamed(
-    web: Any, request: Any, head: dict[str, Any], told: AsyncIterator[tuple[str, Any]], choice: Any
-) -> Any:
-    """Server-sent events, as OpenAI's clients read them."""
+    web: Any, request: Any, head: dict[str, Any], first: tuple[str, Any], told: AsyncIterator[tuple[str, Any]],
+    choice: Any,
+) -> Any:  # fmt: skip
+    """Server-sent events, as OpenAI's clients read them, of `first` and what is told after it."""
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await answer.prepare(request)
     said, skip = 0, 0
+    what, value = first
 
     async def send(value: Any) -> None:
         await answer.write(f"data: {json.dumps(value)}\n\n".encode())
 
-    async for what, value in told:
-        if what == "again":  # it is decoded anew elsewhere: what the client has is not said twice
-            skip, said = max(skip, said), 0
-        elif what == "text":
-            new = value[max(0, skip - said) :] if said < skip else value
-            said += len(value)
-            if new:
-                await send({**head, "choices": [choice(new, None)]})
-        elif what == "error":
-            await send({"error": {"message": value, "type": "server_error"}})
-        else:
-            await send({**head, "choices": [choice("", value["finish"])]})
-    await answer.write(b"data: [DONE]\n\n")
+    with contextlib.suppress(ConnectionResetError):  # the client has gone
+        while True:
+            if what == "again":  # it is decoded anew elsewhere: what the client has is not said twice
+                skip, said = max(skip, said), 0
+            elif what == "text":
+                new = value[max(0, skip - said) :] if said < skip else value
+                said += len(value)
+                if new:
+                    await send({**head, "choices": [choice(new, None)]})
+            elif what == "error":
+                await send({"error": {"message": value, "type": "server_error"}})
+            else:
+                await send({**head, "choices": [choice("", value["finish"])]})
+            if what in ("done", "error"):
+                break
+            what, value = await anext(told)
+        await answer.write(b"data: [DONE]\n\n")
     return answer
 
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import TextStreamer
+from transformers import StoppingCriteria, TextStreamer
 
+from .. import supported
 from ..attach import cache_name
 from ..cache import OasisCache
 from .decode import PrefillClient, Prefilled
-from .errors import DisaggError, PeerLost, PoolFull
+from .errors import DisaggError, PeerLost, PoolFull, Refused
 from .wire import Address
 
 AHEAD = 2
@@ -28,6 +29,7 @@ class Job:
 
     Attributes:
         tell: called with ("text", piece), then ("done", what came of it) or ("error", a sentence).
+        gone: set where nobody waits for it any more: it ends with the next token, or is not begun.
     """
 
     prompt: str | list[int]
@@ -35,6 +37,15 @@ class Job:
     seed: int | None
     tell: Callable[[str, Any], None]
     tried: set[Address] = field(default_factory=set)
+    gone: bool = False
+
+
+class _Gone(StoppingCriteria):
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), self.job.gone, device=input_ids.device)
 
 
 class _Pieces(TextStreamer):
@@ -85,6 +96,8 @@ class DecodeWorker:
     def _prefill(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
+                if job.gone:
+                    continue
                 ids = self._ids(job)
                 self._ready.put((job, ids, self._prefilled(job, ids)))
             except Exception as error:
@@ -93,8 +106,16 @@ class DecodeWorker:
 
     def _ids(self, job: Job) -> torch.Tensor:
         if isinstance(job.prompt, str):
-            return self.tokenizer(job.prompt, return_tensors="pt").input_ids[0]
-        return torch.tensor(job.prompt, dtype=torch.int64)
+            ids = self.tokenizer(job.prompt, return_tensors="pt").input_ids[0]
+        else:
+            ids = torch.tensor(job.prompt, dtype=torch.int64)
+        new, most = job.options["max_new_tokens"], supported.text_config(self.model).max_position_embeddings
+        if len(ids) + new > most:
+            raise Refused(
+                "request", f"A prompt of {len(ids):,} tokens and max_tokens={new:,} are more than the {most:,} "
+                "tokens of the model: ask for fewer."
+            )  # fmt: skip
+        return ids
 
     def _prefilled(self, job: Job, ids: torch.Tensor) -> Prefilled:
         """From the next node that is there and has room."""
@@ -122,11 +143,15 @@ class DecodeWorker:
 
     def _decode(self) -> None:
         while (ready := self._ready.get()) is not None:
-            job, ids, prefilled = ready
-            try:
+            self._answer(*ready)
+            del ready  # else its pages stay on the node until the next one comes
+
+    def _answer(self, job: Job, ids: torch.Tensor, prefilled: Prefilled) -> None:
+        try:
+            if not job.gone:
                 job.tell("done", self._completed(job, ids, prefilled))
-            except Exception as error:
-                job.tell("error", _sentence(error))
+        except Exception as error:
+            job.tell("error", _sentence(error))
 
     def _completed(self, job: Job, ids: torch.Tensor, prefilled: Prefilled) -> dict[str, Any]:
         while True:
@@ -147,7 +172,7 @@ class DecodeWorker:
         prompt = ids[None].to(device)
         out = self.model.generate(
             prompt, attention_mask=torch.ones_like(prompt), streamer=_Pieces(self.tokenizer, job.tell),
-            **{cache_name(self.model): cache}, **job.options,
+            stopping_criteria=[_Gone(job)], **{cache_name(self.model): cache}, **job.options,
         )  # fmt: skip
         new = out[0, len(ids) :]
         near = cache.state.store
@@ -161,4 +186,7 @@ class DecodeWorker:
 
 
 def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    # Of a `Refused` whoever asked is told that it is their mistake: a wrong secret or model is not.
+    ours = isinstance(error, Refused) and error.what != "request"
+    kind = DisaggError.__name__ if ours else type(error).__name__
+    return f"{kind}: {' '.join(str(error).split())}"

@@ -165,5 +165,7 @@ def neighbours(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
 
 
 def _close(file: int, threads: ThreadPoolExecutor) -> None:
-    threads.shutdown(wait=True)
+    # Every transfer holds its `PageFile`, so none is under way; where the last one dropped it, this is a thread of
+    # these, which can't wait for itself.
+    threads.shutdown(wait=False)
     os.close(file)
