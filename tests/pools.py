@@ -1,9 +1,12 @@
 """Staging pools, servers and readers of tests."""
 
+import os
 import shutil
+import signal
 import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,6 +61,12 @@ def until(condition, seconds=10.0):
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.01)
+
+
+def stop(pid):
+    """Stops a process, all threads of it: the signal alone returns before they stand."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: all(") T " in stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")))
 
 
 def certificates(folder, name="node"):

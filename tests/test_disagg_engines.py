@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from pools import PAGE, SECRET, TERMS, certificates, filled, lease, memory, needs_nixl, staging, until
+from pools import PAGE, SECRET, TERMS, certificates, filled, lease, memory, needs_nixl, staging, stop, until
 
 from oasis_hf.disagg import (
     Corrupt,
@@ -90,7 +90,7 @@ class Remote:
         return lease(self.generation)
 
     def hang(self):
-        os.kill(self.server.pid, signal.SIGSTOP)
+        stop(self.server.pid)
 
     def resume(self):
         os.kill(self.server.pid, signal.SIGCONT)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pools import PAGE, SECRET, TERMS, filled, has_nixl, memory, needs_nixl, staging, until
+from pools import PAGE, SECRET, TERMS, filled, has_nixl, memory, needs_nixl, staging, stop, until
 
 from oasis_hf.config import ConfigError
 from oasis_hf.disagg import (
@@ -167,7 +167,7 @@ def test_a_hung_server_is_killed_and_started_again(pool):
         one = link(server, silence=0.6)
         _, lease = one.handle("r")
         old = server.pid
-        os.kill(old, signal.SIGSTOP)
+        stop(old)
         read = one.read(merged(pages, np.arange(20), PAGE), lease)
         with pytest.raises(PeerLost, match="silent for 0.6 s"):  # the heartbeat knows before the engine does
             read.wait(10)

@@ -20,7 +20,8 @@ def test_nothing_is_shown_that_is_not_run():
     assert len(PYTHON) >= 3 and len(COMMANDS) >= 3
     assert set(re.findall(r"^```(.*)$", README, re.M)) == {"python", "sh", ""}
     # Indented: make and pip, which the suite can't run from inside; CI starts with them.
-    shown = [line.strip() for line in re.findall(r"^    (\S.*)$", README, re.M)]
+    plain = re.sub(r"^```.*?^```$", "", README, flags=re.S | re.M)
+    shown = [line.strip() for line in re.findall(r"^    (\S.*)$", plain, re.M)]
     assert shown and all(re.match(r"(make|pip) ", line) for line in shown)
     assert all(line.startswith(("oasis-hf ", "python -m oasis_hf.lm_eval ")) for line in COMMANDS)
 

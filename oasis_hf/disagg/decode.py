@@ -103,6 +103,10 @@ class Prefilled:
         self.far = RemotePages(client.link, lease, client.pool.page_bytes, client.seconds)
         self.ids = handle.ids[None]
 
+    def close(self) -> None:
+        """The request is over, whoever still refers to it: its node has its pages back."""
+        self.far.release()
+
 
 class PrefillClient:
     """A decode process's connection to a prefill node.

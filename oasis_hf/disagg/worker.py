@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -148,22 +149,34 @@ class DecodeWorker:
 
     def _answer(self, job: Job, ids: torch.Tensor, prefilled: Prefilled) -> None:
         try:
-            if not job.gone:
+            if job.gone:
+                prefilled.close()
+            else:
                 job.tell("done", self._completed(job, ids, prefilled))
         except Exception as error:
             job.tell("error", _sentence(error))
 
     def _completed(self, job: Job, ids: torch.Tensor, prefilled: Prefilled) -> dict[str, Any]:
         while True:
+            here = prefilled
             try:
-                return self._generated(job, ids, prefilled)
+                return self._generated(job, ids, here)
             except PeerLost:
-                job.tried.add(prefilled.client.address)
-                prefilled = self._prefilled(job, ids)
-                job.tell("again", None)  # what was said before is said anew
+                job.tried.add(here.client.address)
+            finally:
+                here.close()
+            prefilled = self._prefilled(job, ids)
+            job.tell("again", None)  # what was said before is said anew
 
     def _generated(self, job: Job, ids: torch.Tensor, prefilled: Prefilled) -> dict[str, Any]:
         cache = OasisCache.from_prefill(prefilled, self.model)
+        try:
+            return self._said(job, ids, cache)
+        finally:  # its pages and its lease must not wait for a collection
+            with contextlib.suppress(DisaggError):
+                cache.reset()
+
+    def _said(self, job: Job, ids: torch.Tensor, cache: OasisCache) -> dict[str, Any]:
         device = self.model.get_input_embeddings().weight.device
         if job.options.get("do_sample"):
             if job.seed is None:
