@@ -25,6 +25,7 @@ from oasis_hf.disagg import (
     StagingPool,
     StaleLease,
 )
+from oasis_hf.store import near
 
 SECRET = b"a secret of the tests"
 DIM = 16
@@ -221,6 +222,28 @@ def test_nothing_is_left_of_requests_that_are_over():
         gc.collect()
         stats = within(5, node.staging.stats, lambda told: told["published"] == 0)
         assert stats["published"] == stats["filling"] == stats["in_use"] == stats["quarantined"] == 0
+        assert node.client.pool.pages_in_use == 0
+
+
+def test_reads_under_way_keep_no_request_alive(monkeypatch):
+    """A cache that goes before its blocks have come."""
+    model, ids = tiny("llama"), prompt(1, 300)
+    with Node(model, budget=96) as node:
+        peer, begun = node.client.link.peer, []
+        cache = node.cache(ids)
+        cache.state.store.pool.arrive()
+        plain = peer._begin
+        monkeypatch.setattr(peer, "_begin", begun.append)  # it is not even sent
+        missing = (cache.state.store.pool._place[: cache.state.store.table.numel()] < 0).nonzero()[:3, 0]
+        cache.state.store.pool.begin(missing)
+        assert len(begun) == 1 and node.client.pool.pages_in_use > 3
+        del cache
+        gc.collect()
+        assert within(5, node.staging.stats, lambda told: told["published"] == 0)["published"] == 0
+        assert node.client.pool.pages_in_use == 3, "their places are not used again before they are settled"
+        plain(begun[0])
+        within(5, lambda: begun[0].settled, bool)
+        near.reclaim()
         assert node.client.pool.pages_in_use == 0
 
 

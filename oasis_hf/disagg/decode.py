@@ -6,6 +6,7 @@ import contextlib
 import time
 import uuid
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,9 +56,9 @@ class _Arriving(Pending):
         if self.sums is not None:
             verify(self.read.peer.memory, self.at, self.sums, self.far.page_bytes)
 
-    @property
-    def settled(self) -> bool:
-        return self.read.settled
+    def settling(self) -> Callable[[], bool]:
+        read = self.read
+        return lambda: read.settled
 
 
 class RemotePages(Far):

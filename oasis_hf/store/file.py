@@ -36,9 +36,9 @@ class _Transfers(Pending):
     def __init__(self, futures: list["Future[None]"]) -> None:
         self.futures = futures
 
-    @property
-    def settled(self) -> bool:
-        return all(future.done() for future in self.futures)
+    def settling(self) -> Callable[[], bool]:
+        futures = self.futures
+        return lambda: all(future.done() for future in futures)
 
     def wait(self) -> None:
         errors = [error for future in self.futures if (error := future.exception()) is not None]

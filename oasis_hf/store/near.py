@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
@@ -16,10 +17,9 @@ class Pending(ABC):
     def wait(self) -> None:
         """Until they are there. Raises what the tier raises; none of them then counts as arrived."""
 
-    @property
-    def settled(self) -> bool:
-        """Whether nothing more will be written to their places, after `wait` has returned or raised."""
-        return True
+    def settling(self) -> Callable[[], bool]:
+        """Tells whether nothing more will be written to their places, and keeps nothing of the tier alive."""
+        return lambda: True
 
 
 class Far(ABC):
@@ -164,7 +164,7 @@ class Near(PageNumbers):
         """These pages are not there. Their places are nobody's until nothing can be written to them any more."""
         places = self._place[pages]
         self._place[pages], self._page[places], self._changed[places] = -1, -1, False
-        _late.append((pending, self.pool, places))
+        _late.append((pending.settling(), self.pool, places))
         reclaim()
 
     def _vacant(self, count: int) -> torch.Tensor:
@@ -194,19 +194,19 @@ class Near(PageNumbers):
         self._vacate(order)
 
 
-_late: list[tuple[Pending, PagePool, torch.Tensor]] = []
-"""Reads that nobody waits for any more, and places that they may still write to."""
+_late: list[tuple[Callable[[], bool], PagePool, torch.Tensor]] = []
+"""Of reads that nobody waits for any more: whether they are settled, and places that they may still write to."""
 
 
 def reclaim() -> None:
     """Give back the places of late reads that can write nothing any more."""
     waiting = list(_late)
     _late.clear()
-    for pending, pool, places in waiting:
-        if pending.settled:
+    for settled, pool, places in waiting:
+        if settled():
             pool.release(places)
         else:
-            _late.append((pending, pool, places))
+            _late.append((settled, pool, places))
 
 
 def _wider(numbers: torch.Tensor, count: int, value: int | bool) -> torch.Tensor:
