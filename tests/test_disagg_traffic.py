@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
-import disagg_traffic
 import pytest
-import report_disagg as report
 from letters import letter_tokenizer
 from tiny import tiny
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "eval"))
+
+import disagg_traffic  # noqa: E402
+import report_disagg as report  # noqa: E402
 
 
 def test_the_script_over_two_processes(tmp_path, monkeypatch, capsys):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
-import ttft
 from letters import letter_tokenizer
 from tiny import tiny
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "eval"))
+
+import ttft  # noqa: E402
 
 
 @pytest.mark.slow
