@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError, OasisConfig
+from ..config import BLOCK, ConfigError, OasisConfig
 from .errors import DisaggError
 from .router import Router, addresses, application, parse_address
 from .wire import Tls
@@ -106,7 +106,7 @@ def prefill_server(args: argparse.Namespace) -> int:
         raise ConfigError(f"--pool-gib {args.pool_gib} is not allowed: use a number above zero.")
     model, _ = load(args.model, args.device, args.dtype and getattr(torch, args.dtype))
     weight = model.get_input_embeddings().weight
-    page = 2 * 16 * head_dim(model) * weight.element_size()
+    page = 2 * BLOCK * head_dim(model) * weight.element_size()
     staging = StagingPool(int(args.pool_gib * 2**30) // page, head_dim(model), weight.dtype, weight.is_cuda)
     worker = PrefillWorker(model, staging, checked=args.checked, **knobs)
     try:

@@ -45,11 +45,11 @@ def terms(model: Any, config: OasisConfig) -> Terms:
     Raises:
         UnsupportedModelError: a cache can't serve it.
     """
-    text = supported.text_config(model)
+    heads, dim = supported.kv_shape(supported.text_config(model))
     dtype = model.get_input_embeddings().weight.dtype
     layout = {
         "block": BLOCK, "layers": sum(window is None for window in supported.layer_windows(model)),
-        "kv_heads": text.num_key_value_heads, "head_dim": head_dim(model), "dtype": _DTYPE[dtype],
+        "kv_heads": heads, "head_dim": dim, "dtype": _DTYPE[dtype],
         "scorer": config.scorer, "summary_dtype": config.summary_dtype,
         "tokens_per_summary": config.tokens_per_summary,
     }  # fmt: skip
@@ -57,8 +57,7 @@ def terms(model: Any, config: OasisConfig) -> Terms:
 
 
 def head_dim(model: Any) -> int:
-    text = supported.text_config(model)
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return supported.kv_shape(supported.text_config(model))[1]
 
 
 @dataclass(frozen=True)

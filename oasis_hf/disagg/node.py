@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import uuid
 from typing import Any
 
 import torch
@@ -97,8 +96,3 @@ class PrefillNode:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def new_name() -> str:
-    """Of a request: unique over all nodes and clients."""
-    return uuid.uuid4().hex
