@@ -23,6 +23,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from . import parallel
 from .supported import UnsupportedModelError, text_config
 
 if TYPE_CHECKING:
@@ -43,6 +44,15 @@ HANDLE = "_oasis_layer"
 OUTPUT_HOOKS = "transformers.utils.output_capturing"
 """Where the hooks come from that stay on a model once a call asked for its hidden states or attentions: they do nothing
 unless a call asks."""
+
+
+def ranks_of(model: Any) -> Any:
+    """The process group over which a model's tensors are split, None where they are not. Its mesh has one dimension, or
+    several with names."""
+    if parallel.size(model) == 1:
+        return None
+    mesh = model._device_mesh
+    return mesh.get_group("tp") if "tp" in (mesh.mesh_dim_names or ()) else mesh.get_group()
 
 
 def cache_name(model: Any) -> str:
@@ -249,6 +259,9 @@ class _Prefill:
             pad = getattr(generation_config, "_pad_token_tensor", None)
             cache.stepper.ends = tuple(ends) if isinstance(ends, (list, tuple)) else (ends,) if ends is not None else ()
             cache.stepper.pad = int(pad) if pad is not None else None
+            ranks = ranks_of(cache.model)
+            if ranks is not None and getattr(generation_config, "do_sample", False):
+                parallel.same_draws(ranks, cache.device)
         token = _prefilling.set(True)
         try:
             return self.inner(input_ids, generation_config, model_kwargs, *args, **kwargs)

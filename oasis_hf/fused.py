@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from . import attach, supported
+from . import attach, parallel, supported
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Sibling projections of one input, by the names that transformers' models give them."""
@@ -114,6 +114,8 @@ class FusedLayers:
     """
 
     def __init__(self, model: Any) -> None:
+        if parallel.size(model) > 1:
+            raise FusionError(f"{type(model).__name__} is split over {parallel.size(model)} ranks")
         self.layers = decoder_layers(model)
         if any("forward" in layer.__dict__ for layer in self.layers):
             raise FusionError("something else stands in for a layer's forward")

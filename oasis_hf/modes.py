@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import supported
+from . import parallel, supported
 from .config import BLOCK, ConfigError, OasisConfig
 from .drafters import make_drafter
 from .lookahead import wants_drafts
@@ -105,6 +105,7 @@ class _Load:
         no memory (device "meta")."""
         config, rows, device = self.config, self.rows, torch.device("meta")
         heads, dim = supported.kv_shape(supported.text_config(self.model))
+        heads = parallel.local_heads(self.model, heads)
         dtype = self.model.get_input_embeddings().weight.dtype
         windows = supported.layer_windows(self.model)
         sparse = sum(window is None for window in windows)

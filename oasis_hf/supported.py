@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from . import parallel
 from .config import ConfigError
 
 
@@ -72,7 +73,4 @@ def refusals(model: Any, config: Any) -> Iterator[str]:
         yield f"its attention is not causal; {other}"
     if not getattr(model, "_supports_attention_backend", False):
         yield f"its code does not take attention functions from outside; {other}"
-    size = getattr(model, "_tp_size", None) or 1
-    heads, _ = kv_shape(config)
-    if size > 1 and heads % size:
-        yield f"{heads} KV heads do not divide over tensor-parallel size {size}; choose a size that divides {heads}."
+    yield from parallel.refusals(model, kv_shape(config)[0])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from .. import __version__, supported
+from .. import __version__, parallel, supported
 from ..cache import OasisCache
 from ..config import BLOCK, OasisConfig
 from ..sliding import SlidingLayer
@@ -45,6 +45,11 @@ def terms(model: Any, config: OasisConfig) -> Terms:
     Raises:
         UnsupportedModelError: a cache can't serve it.
     """
+    if parallel.size(model) > 1:
+        raise supported.UnsupportedModelError(
+            f"A prompt is prefilled and decoded elsewhere by one process a model, but this {type(model).__name__} is "
+            f"split over {parallel.size(model)} ranks: load it without tp_plan, or use OasisCache(model) in each rank."
+        )
     heads, dim = supported.kv_shape(supported.text_config(model))
     dtype = model.get_input_embeddings().weight.dtype
     layout = {

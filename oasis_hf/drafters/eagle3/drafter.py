@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ... import supported
+from ... import parallel, supported
 from ...config import TAIL
 from .. import taps as hooks
 from ..base import Draft, Drafter, DrafterError
@@ -109,11 +109,14 @@ class Eagle3Drafter(Drafter):
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         own = self.head.config.own_embeddings
-        return self.head.embed(tokens, None if own else self.model.get_input_embeddings().weight)
+        return self.head.embed(tokens, None if own else self._whole(self.model.get_input_embeddings()))
 
     def _logits(self, output: torch.Tensor) -> torch.Tensor:
         own = self.head.config.own_lm_head
-        return self.head.logits(output, None if own else self.model.get_output_embeddings().weight)
+        return self.head.logits(output, None if own else self._whole(self.model.get_output_embeddings()))
+
+    def _whole(self, module: Any) -> torch.Tensor:
+        return parallel.whole(self.model, module.weight)
 
     # -- a forward ------------------------------------------------------------------------------------------------
 
