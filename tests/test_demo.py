@@ -1,19 +1,36 @@
 """The demo: a real long document, a working set of a quarter of it, the right answer from deep inside."""
 
+import contextlib
 import io
 
 import pytest
 import torch
 
-from oasis_hf import demo
+from oasis_hf import cli, demo
 from oasis_hf.models import ModelError
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def result(smollm2):
-    return demo.ask(*smollm2, demo.handbook(), demo.QUESTION)
+def ran(smollm2):
+    """What `oasis-hf demo` (the README's command too) finds, and what it prints."""
+    found, out, ask = [], io.StringIO(), demo.ask
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setenv("COLUMNS", "200")
+        patch.setattr("oasis_hf.models.load", lambda *args, **kwargs: smollm2)
+        patch.setattr(demo, "ask", lambda *args, **kwargs: found.append(ask(*args, **kwargs)) or found[0])
+        assert cli.main(["demo"]) == 0
+    return found[0], out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def result(ran):
+    return ran[0]
+
+
+def test_the_command_prints_both_answers(ran):
+    assert ran[1].count(demo.EXPECTED) == 2
 
 
 def test_both_answer_right_from_a_quarter(result):

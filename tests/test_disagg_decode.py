@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from pools import LONG, until
 from tiny import prompt, tiny
 
 import oasis_hf
@@ -47,7 +48,7 @@ KNOBS = [
 class Node:
     """A prefill node, and a client of it, in one process; the pool server is its own."""
 
-    def __init__(self, model, capacity=4000, checked=False, seconds=10.0, **knobs):
+    def __init__(self, model, capacity=4000, checked=False, seconds=LONG, **knobs):
         self.model = model
         self.staging = StagingPool(capacity, DIM, torch.float32, ttl=20.0, quarantine=0.5)
         self.worker = PrefillWorker(model, self.staging, checked=checked, **knobs)
@@ -68,8 +69,8 @@ class Node:
 
 def within(seconds, ask, fits):
     """What `ask` gives once it fits; else the last after so many seconds."""
-    until = time.monotonic() + seconds
-    while not fits(found := ask()) and time.monotonic() < until:
+    end = time.monotonic() + seconds
+    while not fits(found := ask()) and time.monotonic() < end:
         time.sleep(0.05)
     return found
 
@@ -86,7 +87,9 @@ def generate(model, ids, cache, count=60, **kwargs):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+@pytest.mark.parametrize(
+    "knobs", [KNOBS[0], *(pytest.param(one, marks=pytest.mark.newest) for one in KNOBS[1:])], ids=map(str, KNOBS)
+)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_ids_are_those_of_a_single_process(family, knobs):
     model = tiny(family)
@@ -94,9 +97,9 @@ def test_ids_are_those_of_a_single_process(family, knobs):
         for length in (299, 304, 31):
             ids = prompt(1, length)
             own = OasisCache(model, budget=96, **knobs)
-            want = generate(model, ids, own)
+            want = generate(model, ids, own, 36)
             cache = node.cache(ids)
-            assert torch.equal(generate(model, ids, cache), want)
+            assert torch.equal(generate(model, ids, cache, 36), want)
             assert all(torch.equal(value, own.stats()[name]) for name, value in cache.stats().items())
 
 
@@ -115,7 +118,7 @@ def test_each_block_crosses_once_and_only_what_was_selected():
         assert near.read == crossed, "a branch shares what has come"
         assert traffic.payload == crossed * near.page_bytes
         assert node.server.staging.page_bytes == near.page_bytes
-        served = within(5, lambda: node.server.served.get("payload_bytes"), lambda n: n == traffic.payload)
+        served = within(LONG, lambda: node.server.served.get("payload_bytes"), lambda n: n == traffic.payload)
         assert served == traffic.payload, "the server counted the same"
 
 
@@ -213,6 +216,7 @@ def test_a_full_pool_refuses_with_its_numbers_and_serves_again():
             node.worker.prefill(ids)
         want = generate(model, ids, held.pop())
         gc.collect()
+        until(lambda: node.staging.stats()["free"] == 78)  # at once, but for the quarantine where a read was under way
         assert torch.equal(generate(model, ids, node.cache(ids)), want), "what was given back serves the next"
 
 
@@ -226,9 +230,9 @@ def test_nothing_is_left_of_requests_that_are_over():
         gc.collect()
         node.client.fetch(node.worker.prefill(ids))  # and one that was never used
         gc.collect()
-        stats = within(5, node.staging.stats, lambda told: told["published"] == 0)
+        stats = within(LONG, node.staging.stats, lambda told: told["published"] == 0)
         assert stats["published"] == stats["filling"] == stats["in_use"] == stats["quarantined"] == 0
-        assert within(5, lambda: left(node), lambda pages: pages == 0) == 0
+        assert within(LONG, lambda: left(node), lambda pages: pages == 0) == 0
 
 
 def test_reads_under_way_keep_no_request_alive(monkeypatch):
@@ -245,11 +249,11 @@ def test_reads_under_way_keep_no_request_alive(monkeypatch):
         assert len(begun) == 1 and node.client.pool.pages_in_use > 3
         del cache
         gc.collect()
-        assert within(5, node.staging.stats, lambda told: told["published"] == 0)["published"] == 0
+        assert within(LONG, node.staging.stats, lambda told: told["published"] == 0)["published"] == 0
         assert node.client.pool.pages_in_use == 3, "their places are not used again before they are settled"
         plain(begun[0])
-        within(5, lambda: begun[0].settled, bool)
-        assert within(5, lambda: left(node), lambda pages: pages == 0) == 0
+        within(LONG, lambda: begun[0].settled, bool)
+        assert within(LONG, lambda: left(node), lambda pages: pages == 0) == 0
 
 
 def test_a_prefill_that_fails_gives_its_pages_back(monkeypatch):
@@ -321,13 +325,14 @@ def test_a_server_that_is_started_again_is_read_on():
 
 def test_a_node_that_is_gone_is_an_error_in_time_and_the_cache_is_as_it_was():
     model, ids = tiny("llama"), prompt(1, 400)
-    with Node(model, budget=96, seconds=1.0) as node:
+    with Node(model, budget=96) as node:
         other, cache = OasisCache(model, budget=96), node.cache(ids)
         node.server.close()
+        cache.state.store.pool.far.seconds = 1.0
         started = time.monotonic()
         with pytest.raises(PeerLost):
             generate(model, ids, cache, 150)
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < LONG / 2
         assert generate(model, ids, other).shape == (1, 460)
 
 

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from pools import PAGE, SECRET, TERMS, certificates, filled, lease, memory, needs_nixl, staging, stop, until
+from pools import LONG, PAGE, SECRET, TERMS, certificates, filled, lease, memory, needs_nixl, staging, stop, until
 
 from oasis_hf.disagg import (
     Corrupt,
@@ -99,7 +99,7 @@ class Remote:
         os.kill(self.server.pid, signal.SIGKILL)
 
     def reconnect(self):
-        self.link.reconnect(30)
+        self.link.reconnect(LONG)
 
     def close(self):
         self.link.close()
@@ -126,7 +126,7 @@ def pages_of(rig):
 
 def right(rig, far, near):
     """Reads pages and compares them."""
-    rig.peer.read(merged(rig.pages[far], near, PAGE), rig.lease()).wait(20)
+    rig.peer.read(merged(rig.pages[far], near, PAGE), rig.lease()).wait(LONG)
     return np.array_equal(pages_of(rig)[near], rig.content[far])
 
 
@@ -149,7 +149,7 @@ def test_runs_of_any_place_and_length(rig):
     far = draw.integers(0, CAPACITY * PAGE - size)
     near = np.cumsum(size + draw.integers(0, 2, 50) * 5) - size  # some are neighbours here, none there
     rig.memory.array[:] = 7
-    rig.peer.read(Runs(far, near, size), rig.lease()).wait(20)
+    rig.peer.read(Runs(far, near, size), rig.lease()).wait(LONG)
     for f, n, s in zip(far, near, size):
         whole[n : n + s] = want[f : f + s]
     assert np.array_equal(rig.memory.array, whole)
@@ -161,7 +161,7 @@ def test_many_reads_in_flight_each_get_their_own(rig):
     near = np.arange(16 * 64).reshape(16, 64)
     reads = [rig.peer.read(merged(rig.pages[f], n, PAGE), rig.lease()) for f, n in zip(far, near)]
     for read in reversed(reads):
-        read.wait(20)
+        read.wait(LONG)
         assert read.done() and read.settled
     assert np.array_equal(pages_of(rig)[near], rig.content[far])
     now = rig.peer.traffic.told()
@@ -192,14 +192,14 @@ def test_a_server_that_can_checks_bounds_and_generation_itself(rig):
     rig.peer.pool_bytes += PAGE
     try:
         with pytest.raises(Refused) as error:
-            rig.peer.read(Runs(np.array([far]), np.array([0]), np.array([8])), rig.lease()).wait(20)
+            rig.peer.read(Runs(np.array([far]), np.array([0]), np.array([8])), rig.lease()).wait(LONG)
     finally:
         rig.peer.pool_bytes -= PAGE
     assert error.value.what == "bounds"
     with pytest.raises(StaleLease, match="given back"):
-        rig.peer.read(merged(rig.pages[:3], [0, 1, 2], PAGE), lease(rig.generation + 1)).wait(20)
+        rig.peer.read(merged(rig.pages[:3], [0, 1, 2], PAGE), lease(rig.generation + 1)).wait(LONG)
     with pytest.raises(StaleLease):  # what nobody has published
-        rig.peer.read(merged(rig.pages[:3], [0, 1, 2], PAGE), lease(0)).wait(20)
+        rig.peer.read(merged(rig.pages[:3], [0, 1, 2], PAGE), lease(0)).wait(LONG)
     assert right(rig, np.arange(5), np.arange(5))  # the connection is as good as before
 
 
@@ -218,7 +218,7 @@ def test_what_ends_long_after_its_lease_is_not_believed(rig):
     finally:
         rig.resume()
     with pytest.raises(StaleLease):
-        read.wait(20)
+        read.wait(LONG)
     assert read.settled
 
 
@@ -243,10 +243,10 @@ def test_a_peer_that_is_killed_in_mid_read_is_lost_and_a_new_one_has_the_same_pa
     rig.kill()
     for read in reads:
         with pytest.raises(PeerLost):
-            read.wait(10)
-        assert read.wait_settled(10)
+            read.wait(LONG)
+        assert read.wait_settled(LONG)
     with pytest.raises(PeerLost):
-        rig.peer.read(merged(rig.pages[:1], [0], PAGE), rig.lease()).wait(10)
+        rig.peer.read(merged(rig.pages[:1], [0], PAGE), rig.lease()).wait(LONG)
     rig.reconnect()
     rig.memory.array[:] = 7
     assert right(rig, np.arange(100), np.arange(100)[::-1])
@@ -264,7 +264,7 @@ def test_a_peer_closed_with_a_read_in_flight_keeps_its_destination_in_quarantine
             assert not read.settled and peer.quarantined == [read]
     finally:
         rig.resume()
-    assert read.wait_settled(20) and not peer.quarantined
+    assert read.wait_settled(LONG) and not peer.quarantined
     with pytest.raises(PeerLost):
         peer.read(merged(rig.pages[:1], [0], PAGE), rig.lease())
     rig.reconnect()
@@ -284,7 +284,7 @@ def test_a_new_connection_does_not_depend_on_the_old_ones_quarantine(rig):
         assert not read.settled
     finally:
         rig.resume()
-    assert read.wait_settled(20)
+    assert read.wait_settled(LONG)
     until(lambda: len(rig.engine._peers) == 1)
     assert right(rig, np.arange(10), np.arange(10))
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 import pytest
 import torch
 from letters import letter_tokenizer
+from pools import LONG, until
 from tiny import prompt, tiny
 
 from oasis_hf import ConfigError, OasisCache, cli
@@ -68,7 +70,7 @@ class Told:
             self.end = (what, value)
             self.over.set()
 
-    def result(self, seconds=60):
+    def result(self, seconds=5 * LONG):
         assert self.over.wait(seconds), "the job did not end"
         return self.end
 
@@ -95,18 +97,24 @@ def test_a_prompt_goes_there_and_its_cache_comes_back():
         reader.close()
 
 
+@pytest.fixture(scope="module")
+def reader():
+    """Of a node that does nothing else."""
+    with node() as one:
+        reader = client(one)
+        yield reader
+        reader.close()
+
+
 @pytest.mark.parametrize(
     "ids, said",
     [([], "0 tokens is not possible"), ([5, 96], "ids outside 0 to 95"), ([-1], "ids outside"),
      ([3] * 2048, "2,048 tokens is not possible: use 1 to 2,047")],
     ids=["empty", "large", "negative", "long"],
 )  # fmt: skip
-def test_what_is_no_prompt_is_refused(ids, said):
-    with node() as one:
-        reader = client(one)
-        with pytest.raises(Refused, match=said):
-            reader.prefill(torch.tensor(ids, dtype=torch.int64))
-        reader.close()
+def test_what_is_no_prompt_is_refused(reader, ids, said):
+    with pytest.raises(Refused, match=said):
+        reader.prefill(torch.tensor(ids, dtype=torch.int64))
 
 
 def test_a_full_pool_is_waited_for_and_then_refused():
@@ -117,9 +125,9 @@ def test_a_full_pool_is_waited_for_and_then_refused():
         started = time.monotonic()
         with pytest.raises(PoolFull, match="78"):
             reader.prefill(ids, seconds=0.3)
-        assert 0.2 < time.monotonic() - started < 3
+        assert 0.2 < time.monotonic() - started < LONG  # the default is 120
         del held
-        assert reader.prefill(ids, seconds=10).ids.shape == (1, 200)
+        assert reader.prefill(ids, seconds=LONG).ids.shape == (1, 200)
         reader.close()
 
 
@@ -161,17 +169,14 @@ def test_many_requests_over_two_nodes_are_each_answered_with_their_own():
         for one_worker in decoding:
             one_worker.close()
         for held in (one.staging, other.staging):
-            deadline = time.monotonic() + 5
-            while held.stats()["in_use"] and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert held.stats()["in_use"] == 0
+            until(lambda: held.stats()["in_use"] == 0)
 
 
 def test_a_lost_node_is_replaced_by_another_and_a_wrong_request_harms_nobody():
     ids = prompt(1, 90)
     with node() as one:
         lost = node()
-        decoding = worker(lost, one, seconds=1.0, limits={"seconds": 1.0})
+        decoding = worker(lost, one, seconds=4.0)
         options = {"max_new_tokens": 12, "do_sample": False}
         first, wrong, second = Told(), Told(), Told()
         decoding.add(Job(ids[0].tolist(), options, None, first))
@@ -335,17 +340,20 @@ def test_64_requests_over_two_and_two_processes(folder, tmp_path):
             child = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
             running.append(child)
             places.append(child.stdout.readline().rsplit(" ", 1)[1].strip())
-        child = subprocess.Popen([*command, "serve-disagg", *how, "--prefill", *places, "--workers", "2", "--listen",
-                                  "127.0.0.1:18765"], stdout=subprocess.PIPE, text=True)  # fmt: skip
+        with socket.socket() as free:  # serve-disagg says the port that it was given, not one that it takes
+            free.bind(("127.0.0.1", 0))
+            place = f"127.0.0.1:{free.getsockname()[1]}"
+        child = subprocess.Popen(
+            [*command, "serve-disagg", *how, "--prefill", *places, "--workers", "2", "--listen", place],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         running.append(child)
-        assert "http://127.0.0.1:18765" in child.stdout.readline()
+        assert f"http://{place}" in child.stdout.readline()
 
         def one(i):
             ids = prompt(1, 8 * (i + 1) - 3)
             body = json.dumps({"prompt": ids[0].tolist(), "max_tokens": 12, "temperature": 0}).encode()
-            call = urllib.request.Request(
-                "http://127.0.0.1:18765/v1/completions", body, {"Content-Type": "application/json"}
-            )
+            call = urllib.request.Request(f"http://{place}/v1/completions", body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(call, timeout=300) as answer:
                 return json.load(answer)["choices"][0]["text"]
 
@@ -358,4 +366,4 @@ def test_64_requests_over_two_and_two_processes(folder, tmp_path):
         for child in running:
             child.terminate()
         for child in running:
-            assert child.wait(30) in (0, -15)
+            assert child.wait(LONG) in (0, -15)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pools import PAGE, SECRET, TERMS, filled, has_nixl, memory, needs_nixl, staging, stop, until
+from pools import LONG, PAGE, SECRET, TERMS, Clock, filled, has_nixl, memory, needs_nixl, staging, stop, until
 
 from oasis_hf.config import ConfigError
 from oasis_hf.disagg import (
@@ -31,28 +31,34 @@ from oasis_hf.disagg import (
 from oasis_hf.disagg import poolserver as module
 from oasis_hf.disagg.nixl import NixlSettings
 
-FAST = {"silence": 1.0, "reader_grace": 0.2}
+TTL, QUARANTINE = 10_000, 3_600
+"""No test lasts as long: a lease or a quarantine ends where its pool's clock is set ahead, and not before."""
 
 
 @pytest.fixture
 def pool():
-    pool = staging(64, ttl=30, quarantine=0.3)
+    pool = staging(64, ttl=TTL, quarantine=QUARANTINE, clock=Clock())
     yield pool
     pool.close()
 
 
 @pytest.fixture
 def server(pool):
-    with PoolServer(pool, SECRET, TERMS, **FAST) as server:
+    with PoolServer(pool, SECRET, TERMS, reader_grace=0.2) as server:
         yield server
 
 
 def link(server, pages=64, **kwargs):
-    return Link(server.address, SECRET, TERMS, TcpEngine(memory(pages), SECRET), beat=0.2, **kwargs)
+    return Link(server.address, SECRET, TERMS, TcpEngine(memory(pages), SECRET), beat=0.2, seconds=LONG, **kwargs)
+
+
+def after_quarantine(pool):
+    pool.clock.ahead += QUARANTINE + 1
+    until(lambda: pool.stats()["quarantined"] == 0)
 
 
 def reads(one, lease, pages, content):
-    one.read(merged(pages, np.arange(len(pages)), PAGE), lease).wait(10)
+    one.read(merged(pages, np.arange(len(pages)), PAGE), lease).wait(LONG)
     return np.array_equal(one.engine.memory.array.reshape(-1, PAGE)[: len(pages)], content)
 
 
@@ -77,7 +83,7 @@ def test_a_killed_server_comes_back_at_its_address_with_the_kv_and_the_leases(se
     until(lambda: one.lost)
     with pytest.raises(PeerLost):
         one.read(merged(pages, np.arange(20), PAGE), lease)
-    one.reconnect(20)
+    one.reconnect(LONG)
     one.engine.memory.array[:] = 0
     assert reads(one, lease, pages, content) and lease.generation == generation
     assert server.address == address and server.pid != old and server.restarts == 1 and gone(old)
@@ -92,7 +98,7 @@ def test_a_lease_that_ended_before_the_reconnect_tells_so(server, pool):
     one = link(server)
     _, lease = one.handle("r")
     pool.release("r", generation)
-    one.reconnect(20)
+    one.reconnect(LONG)
     with pytest.raises(StaleLease):
         one.read(merged(pages, np.arange(3), PAGE), lease)
     one.close()
@@ -108,31 +114,46 @@ def test_a_reader_that_dies_frees_its_request_and_no_other(server, pool):
     until(lambda: pool.quarantined == 20)
     with pytest.raises(PoolFull):
         pool.reserve("next", 44)
-    until(lambda: pool.free == 44)
-    assert pool.stats()["published"] == 1 and reads(other, lease, other_pages, other_content)
+    after_quarantine(pool)
+    assert pool.free == 44 and pool.stats()["published"] == 1 and reads(other, lease, other_pages, other_content)
     other.close()
 
 
-def test_a_silent_reader_is_a_dead_one(server, pool):
+def test_a_silent_reader_is_a_dead_one(pool):
     filled(pool, "r", 20)
-    one = link(server)
-    one.handle("r")
-    one.control._calls._stop.set()  # it beats no more
-    until(lambda: pool.free == 64, 5)
-    assert isinstance(one.lost, PeerLost)
-    one.close()
-
-
-def test_a_reader_that_comes_back_in_time_keeps_its_request(pool):
-    pages, _, content = filled(pool, "r", 20)
-    with PoolServer(pool, SECRET, TERMS, silence=1.0, reader_grace=1.0) as server:
+    with PoolServer(pool, SECRET, TERMS, silence=1.0, reader_grace=0.2) as server:
         one = link(server)
-        _, lease = one.handle("r")
-        one.control.close()
-        one.reconnect(10)
-        time.sleep(1.5)
-        assert reads(one, lease, pages, content) and pool.stats()["published"] == 1
+        one.handle("r")
+        one.control._calls._stop.set()  # it beats no more
+        until(lambda: pool.quarantined == 20)
+        until(lambda: isinstance(one.lost, PeerLost))
         one.close()
+
+
+@pytest.mark.parametrize("first", ["is noticed", "is noticed late"])
+def test_a_reader_that_comes_back_in_time_keeps_its_request(pool, monkeypatch, first):
+    """Whether the end of its old connection is noticed before the new one or after."""
+    pages, _, content = filled(pool, "r", 20)
+    shortened, plain = [], pool.shorten
+    monkeypatch.setattr(pool, "shorten", lambda *args: shortened.append(args) or plain(*args))
+    with PoolServer(pool, SECRET, TERMS, reader_grace=100) as server:
+        old, new = link(server), None
+        _, lease = old.handle("r")
+        if first == "is noticed":
+            old.control.close()
+            until(lambda: shortened)
+            old.reconnect(LONG)
+        else:
+            new = link(server)
+            new.control.renew(lease)
+            open_now = descriptors(server.pid)
+            old.control.close()
+            until(lambda: descriptors(server.pid) == open_now - 2)  # the last that the server does for its connections
+            assert not shortened
+        pool.clock.ahead += 101
+        assert pool.expire() == [] and reads(new or old, lease, pages, content)
+        for one in (old, new) if new else (old,):
+            one.close()
 
 
 def test_pages_that_another_reads_are_not_free_at_once(server, pool):
@@ -144,7 +165,8 @@ def test_pages_that_another_reads_are_not_free_at_once(server, pool):
     assert pool.quarantined == 20
     with pytest.raises(StaleLease):
         reads(other, others, pages, content)
-    until(lambda: pool.stats()["free"] == 64)
+    after_quarantine(pool)
+    assert pool.free == 64
     one.close()
     other.close()
 
@@ -163,18 +185,18 @@ def test_a_release_with_a_read_in_flight_is_not_clean(server, pool):
 
 def test_a_hung_server_is_killed_and_started_again(pool):
     pages, _, content = filled(pool, "r", 20)
-    with PoolServer(pool, SECRET, TERMS, hung=1.5, **FAST) as server:
-        one = link(server, silence=0.6)
+    with PoolServer(pool, SECRET, TERMS, hung=4.5) as server:
+        one = link(server, silence=2.0)  # a server that is well beats every second
         _, lease = one.handle("r")
         old = server.pid
         stop(old)
         read = one.read(merged(pages, np.arange(20), PAGE), lease)
-        with pytest.raises(PeerLost, match="silent for 0.6 s"):  # the heartbeat knows before the engine does
-            read.wait(10)
+        with pytest.raises(PeerLost, match="silent for 2 s"):  # the heartbeat knows before the engine does
+            read.wait(LONG)
         with pytest.raises(DeadlineExceeded):
             one.reconnect(0.3)
         until(lambda: server.restarts == 1 and server.pid != old)
-        one.reconnect(20)
+        one.reconnect(LONG)
         assert reads(one, lease, pages, content) and gone(old)
         one.close()
 
@@ -182,7 +204,7 @@ def test_a_hung_server_is_killed_and_started_again(pool):
 def test_a_server_that_can_not_start_is_given_up(pool, monkeypatch):
     monkeypatch.setattr(module, "_BOOT", "raise SystemExit(3)")
     with pytest.raises(PeerLost, match="ended 5 times before it was ready"):
-        PoolServer(pool, SECRET, TERMS, seconds=20)
+        PoolServer(pool, SECRET, TERMS, seconds=120)
 
 
 def test_closing_ends_the_process_and_gives_the_address_back(pool):
@@ -341,7 +363,7 @@ def test_a_write_by_nixl_never_reaches_the_kv(nixl_server):
         while state == "PROC":
             state = agent.check_xfer_state(handle)
     until(lambda: nixl_server.restarts == restarts + 1)
-    one.reconnect(30)
+    one.reconnect(LONG)
     assert reads(one, lease, pages, content)
     one.release(lease)
     one.close()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from pools import DIM, PAGE, filled, memory, staging, until
+from pools import DIM, LONG, PAGE, filled, memory, staging, until
 
 from oasis_hf.config import ConfigError
 from oasis_hf.disagg import InProcessEngine, LocalLink, PoolFull, StagingPool, StaleLease, merged
@@ -20,6 +20,8 @@ from oasis_hf.store import HostMemoryError, HostStore, PagePool
 
 
 class Clock:
+    """Stands still unless it is set."""
+
     now = 100.0
 
     def __call__(self):
@@ -232,17 +234,18 @@ def test_every_page_of_every_run_must_be_of_the_generation():
 
 def test_a_link_within_the_process_is_used_like_any_other():
     ended = []
-    pool = staging(64, ttl=0.3, quarantine=60, on_end=lambda *end: ended.append(end))
+    pool = staging(64, ttl=1.5, quarantine=60, on_end=lambda *end: ended.append(end))
     pages, generation, content = filled(pool, "r", 20, b"the handle")
     filled(pool, "s", 4)
     place = memory(20)
     link = LocalLink(pool, InProcessEngine(place))
     handle, lease = link.handle("r")
     assert handle == b"the handle" and lease.generation == generation and link.lost is None
-    time.sleep(0.5)  # "s" has no reader
+    until(lambda: pool.stats()["published"] == 1)  # "s" has no reader
+    time.sleep(0.5)
     assert pool.stats()["published"] == 1 and ended == [("s", "expired")]
     for _ in range(2):
-        link.read(merged(pages, np.arange(20), PAGE), lease).wait(5)
+        link.read(merged(pages, np.arange(20), PAGE), lease).wait(LONG)
         assert np.array_equal(place.array.reshape(20, PAGE), content)
         place.array[:] = 0
         link.reconnect()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 from letters import letter_tokenizer
+from pools import until
 from test_disagg_node import Told, node, worker
 from tiny import prompt, tiny
 
@@ -17,10 +16,7 @@ def test_what_a_worker_has_answered_leaves_the_node():
         decoding, told = worker(one), Told()
         decoding.add(Job(prompt(1, 90)[0].tolist(), {"max_new_tokens": 3, "do_sample": False}, None, told))
         assert told.result()[0] == "done"
-        deadline = time.monotonic() + 5
-        while one.staging.stats()["in_use"] and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert one.staging.stats()["in_use"] == 0
+        until(lambda: one.staging.stats()["in_use"] == 0)
         decoding.close()
 
 
@@ -31,8 +27,7 @@ def test_a_job_that_nobody_waits_for_ends():
         ids, options = prompt(1, 40)[0].tolist(), {"max_new_tokens": 2000, "do_sample": False}
         first = Job(ids, options, None, begun)
         decoding.add(first)
-        while not begun.pieces:
-            time.sleep(0.01)
+        until(lambda: begun.pieces)
         unread = Job(ids, options, None, never, gone=True)
         decoding.add(unread)
         first.gone = True

@@ -61,6 +61,7 @@ few = st.integers(1, 3)  # few different tokens: many matches
 texts = st.lists(st.lists(few, min_size=1, max_size=24), min_size=1, max_size=3)
 
 
+@pytest.mark.newest
 @settings(max_examples=150)
 @given(texts, st.data(), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2))
 def test_prompt_lookup_finds_what_a_search_by_hand_finds(rows, data, count, ngram, pad):
@@ -71,6 +72,7 @@ def test_prompt_lookup_finds_what_a_search_by_hand_finds(rows, data, count, ngra
     assert proposals(drafter, rows, new, count) == want
 
 
+@pytest.mark.newest
 @given(st.data())
 def test_prompt_lookup_follows_everything_a_cache_does(data):
     rows = [data.draw(st.lists(few, min_size=1, max_size=9)) for _ in range(data.draw(st.integers(1, 3)))]

@@ -148,6 +148,7 @@ def test_branches_go_their_own_ways(folder):
     assert branch.drafter.head is cache.drafter.head
 
 
+@pytest.mark.newest
 @settings(max_examples=15)
 @given(st.data())
 def test_it_follows_everything_a_cache_does(folder_of_module, data):
@@ -224,6 +225,7 @@ def test_what_an_undone_replay_noted_is_not_taken_for_embeddings(folder):
 # -- a captured step --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("knobs", [{"budget": 64}, {"budget": 64, "speculate": True, "draft_tokens": 2}], ids=str)
 def test_a_replayed_step_proposes_what_the_eager_one_does(folder, replays, knobs):  # noqa: F811
     text, outs, seen, caches = ids(2, 160, 2), [], [], []
@@ -354,6 +356,7 @@ def test_a_speculators_head_in_a_cache(tmp_path):
     assert draft.tokens[0].tolist() == like.drafts(tokens, states(target(), tokens[:-1], TAPS), 4)[0]
 
 
+@pytest.mark.newest
 def test_rows_that_commit_their_own_number_of_drafts(folder):
     prompt, new = ids(3, 20), ids(3, 1, 1)
     cache = opened(folder, prompt, speculate=True, draft_tokens=2)
@@ -377,6 +380,7 @@ def test_rows_that_commit_their_own_number_of_drafts(folder):
 # -- several candidates -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.newest
 def test_candidates_are_the_likeliest_of_the_first_logits(folder):
     prompt = ids(2, 20)
     cache = opened(folder, prompt)
@@ -391,6 +395,7 @@ def test_candidates_are_the_likeliest_of_the_first_logits(folder):
     assert draft.probabilities.dtype == torch.float32
 
 
+@pytest.mark.newest
 def test_a_candidate_that_is_accepted_leaves_its_own_state(folder):
     prompt, new = ids(2, 15, 3), ids(2, 1, 5)
     cache = opened(folder, prompt, speculate=True, draft_tokens=2, candidates=3)
@@ -407,6 +412,7 @@ def test_a_candidate_that_is_accepted_leaves_its_own_state(folder):
     agree(cache, texts)
 
 
+@pytest.mark.newest
 def test_rows_that_take_other_candidates_each_at_its_own_pace(folder):
     prompt, new = ids(3, 20), ids(3, 1, 1)
     cache = opened(folder, prompt, speculate=True, draft_tokens=2, candidates=3)
@@ -421,6 +427,7 @@ def test_rows_that_take_other_candidates_each_at_its_own_pace(folder):
     agree(cache, texts)
 
 
+@pytest.mark.newest
 def test_a_head_in_mixed_calls(folder):
     model, prompt = target(), ids(3, 15, 3)
     want = model.generate(prompt, max_new_tokens=30, do_sample=False)

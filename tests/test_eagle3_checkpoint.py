@@ -28,8 +28,6 @@ from oasis_hf import DrafterError, OasisCache, PromptLookupDrafter
 from oasis_hf.drafters import Eagle3Drafter, known
 from oasis_hf.drafters.eagle3 import files
 
-pytestmark = pytest.mark.core
-
 QKV = tuple(f"midlayer.self_attn.{n}_proj" for n in "qkv")
 MLP = tuple(f"midlayer.mlp.{n}_proj" for n in ("gate", "up", "down"))
 

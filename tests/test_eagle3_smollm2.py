@@ -14,10 +14,8 @@ HEADS = sorted(file.parent for file in known.TABLE.parent.glob("heads/smollm2*/c
 
 
 @pytest.mark.skipif(not HEADS, reason="no head for SmolLM2 is here")
-def test_most_of_its_own_next_tokens_are_proposed():
-    from oasis_hf.models import load
-
-    model, tokenizer = load(device="cpu", dtype=torch.float32)
+def test_most_of_its_own_next_tokens_are_proposed(smollm2_float32):
+    model, tokenizer = smollm2_float32
     ask = [{"role": "user", "content": "Write an essay outline about game fowl."}]
     ids = tokenizer.apply_chat_template(ask, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ids = ids["input_ids"]

@@ -30,7 +30,7 @@ def test_long_document(loads_smollm2, capsys):
     assert len(read) == 2 and max(read) < 100  # the document itself was read once
 
 
-def test_batch_left_padding(capsys):
+def test_batch_left_padding(reads_smollm2, capsys):
     out = run("batch_left_padding.py", capsys)
     assert "Paris" in out and "same tokens as a dense cache: True" in out
     columns = [int(line.split("[")[1].split()[0]) for line in out.splitlines() if line.endswith(" columns]")]
@@ -44,13 +44,16 @@ def test_all_scripts_are_tested():
     }  # fmt: skip
 
 
-def test_notebook(monkeypatch):
-    """In a kernel of its own, so from the loading of the weights to the figure."""
+def test_notebook(smollm2_folder, monkeypatch):
+    """In a kernel of its own, so from the loading of the weights (a copy, which is there sooner) to the figure."""
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     root = str(EXAMPLES.parent)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))))
     notebook = nbformat.read(EXAMPLES / "prototype.ipynb", as_version=4)
+    copy = {"pretrained_model_name_or_path": smollm2_folder}
+    first = f"from oasis_hf import models\nmodels.bundled_files = lambda: {copy}"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(first))
     nbclient.NotebookClient(notebook, timeout=400, kernel_name="python3").execute(cwd=str(EXAMPLES))
     data = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("hit rate" in each.get("text/html", "") for each in data)  # the cache shows itself

@@ -56,6 +56,7 @@ def test_greedy_tokens_are_those_of_a_dense_cache(inputs, drafts, drafter):
     assert f"{cache.stepper.passed / cache.stepper.passes:.2f} tokens a verified row" in cache.report()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "phi3"])
 def test_other_families(family):
     model, inputs = tiny(family), INPUTS["padded"]()
@@ -64,6 +65,7 @@ def test_other_families(family):
     assert torch.equal(oasis_hf.generate(model, **inputs, past_key_values=cache, max_new_tokens=40), want)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt_oss"])
 def test_models_whose_rows_stay_at_one_length_run_transformers_loop(family, caplog):
     model, inputs = tiny(family), INPUTS["padded"]()
@@ -345,6 +347,7 @@ def test_the_drafter_is_told_every_token():
         assert torch.equal(cache.drafter.history[row, : real + 39], want[row, 50 - real : -1])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("verify", ["sparse", "full"])
 def test_inside_inference_mode_and_then_outside(verify):
     model, inputs = tiny("llama"), INPUTS["padded"]()

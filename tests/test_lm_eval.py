@@ -291,8 +291,8 @@ def test_other_errors_of_the_command_are_not_hidden(monkeypatch):
 
 
 @pytest.mark.slow
-def test_smollm2_within_the_budget_is_the_stock_adapter(tasks):
-    model, tokenizer = models.load(device="cpu", dtype=torch.float32)
+def test_smollm2_within_the_budget_is_the_stock_adapter(tasks, smollm2_float32):
+    model, tokenizer = smollm2_float32
     tasks = [
         {**task, "generation_kwargs": {**task["generation_kwargs"], "eos_token_id": tokenizer.eos_token_id}}
         if task["task"] == "answer"

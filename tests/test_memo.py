@@ -127,6 +127,7 @@ def test_what_the_rows_of_a_step_weigh():
     assert seen == [((-1, 0, 1, 0, 0), weighs, [[100, 101, 102, 101, 101]])]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("lookahead", ["draft", {"draft": 0.7, "previous": 0.3}, "previous"], ids=str)
 def test_a_working_set_that_is_too_small(lookahead):
     """What is in the pages and in the slots is what was said, whichever candidate was taken."""
@@ -141,6 +142,7 @@ def test_a_working_set_that_is_too_small(lookahead):
     assert_residents_match(cache)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("knobs", [{}, {"speculate": True, "draft_tokens": 2}], ids=str)
 def test_replayed_steps_give_what_eager_ones_give(replays, knobs):  # noqa: F811
     model, ids = tiny("llama"), prompt(2, 200)
@@ -158,6 +160,7 @@ def test_replayed_steps_give_what_eager_ones_give(replays, knobs):  # noqa: F811
     assert all(torch.equal(value, caches[1].stats()[name]) for name, value in caches[0].stats().items())
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("drafts, candidates", [(1, 2), (3, 3)])
 @pytest.mark.parametrize("inputs", [[50], [21, 50, 33]], ids=str)
 def test_every_row_takes_any_of_them_at_its_own_pace(inputs, drafts, candidates):
@@ -248,6 +251,7 @@ def fed(model, cache, text, first, last):
     ], 1)  # fmt: skip
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("kwargs", [{}, {"do_sample": True, "temperature": 0.3}], ids=["greedy", "sampled"])
 def test_repeating_texts_take_no_more_forwards_and_rows_that_select_take_turns(kwargs):
     """What is guessed for a row that waits is its likeliest token, so sampled texts gain too."""
@@ -271,6 +275,7 @@ def test_repeating_texts_take_no_more_forwards_and_rows_that_select_take_turns(k
     assert forwards[0] <= forwards[1] < 150
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("knobs", [{"budget": 64, "draft_tokens": 2}, {"candidates": 2}], ids=str)
 def test_mixed_calls_replayed(replays, knobs):  # noqa: F811
     model = tiny("llama")
@@ -336,6 +341,7 @@ def test_rows_that_have_ended_and_the_next_turn():
     assert torch.equal(got, dense)
 
 
+@pytest.mark.newest
 def test_queries_of_rows_that_were_left_out():
     """Of a waiting row's next token the query is kept once, though it ran before the token was known."""
     model = tiny("llama")

@@ -296,10 +296,10 @@ def test_whatever_comes_after_a_block_was_opened_ahead(replays, what):
         out.append(feed(cache, prompt(2, 1, 2)))
         store, rows = cache.state.store, cache.state.rows.tokens
         assert all(have >= -(-n // BLOCK) for have, n in zip(store.blocks, rows))
-        out.append(feed(cache, prompt(2, 60, 3)))
+        out.append(feed(cache, prompt(2, 36, 3)))
         outs.append(torch.cat(out, 1))
         caches.append(cache)
-    assert torch.equal(*outs) and caches[1].graphs.replays > 40
+    assert torch.equal(*outs) and caches[1].graphs.replays > 24
     assert all(torch.equal(value, caches[1].stats()[name]) for name, value in caches[0].stats().items())
 
 

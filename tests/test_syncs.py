@@ -69,17 +69,21 @@ def capturable_experts(monkeypatch):
     return apply
 
 
+def newest(knobs):
+    return pytest.param(knobs, marks=pytest.mark.newest)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "knobs",
     [
         {"lookahead": "previous"},
-        {"lookahead": "draft"},
-        {"lookahead": "draft", "speculate": True, "draft_tokens": 1},
+        newest({"lookahead": "draft"}),
+        newest({"lookahead": "draft", "speculate": True, "draft_tokens": 1}),
         {"lookahead": "draft", "speculate": True, "draft_tokens": 2},
-        {"lookahead": "smoothed", "scorer": "minmax", "reduction": "max"},
-        {"lookahead": "on_demand", "summary_dtype": "model"},
-        {"lookahead": "previous", "correct_below": 0.1},
+        newest({"lookahead": "smoothed", "scorer": "minmax", "reduction": "max"}),
+        newest({"lookahead": "on_demand", "summary_dtype": "model"}),
+        newest({"lookahead": "previous", "correct_below": 0.1}),
     ],
     ids=["1-query", "2-queries", "3-queries", "4-queries", "smoothed", "on-demand", "corrected"],
 )
@@ -87,7 +91,7 @@ def test_no_sync_inside_the_forward(family, knobs, capturable_experts):
     model = tiny(family)
     capturable_experts(model)
     cache = OasisCache(model, budget=64, **knobs)
-    for inside, whole in steps(model, cache, {"input_ids": prompt(1, 100)}, 34):
+    for inside, whole in steps(model, cache, {"input_ids": prompt(1, 100)}, 20):
         assert all(seen == [] for seen in inside)
         assert len(whole) <= (1 if knobs.get("speculate") else 0), whole
     if cache.sparse_layers:

@@ -16,7 +16,7 @@ import time
 
 from .channel import Calls, Channel, Header, Parts, admit, serve, soon
 from .control import Terms
-from .errors import DisaggError, Refused
+from .errors import DisaggError, Refused, StaleLease
 from .mapping import Mapping
 from .tcp import Served, serve_reads
 from .wire import Tls, Wire
@@ -119,12 +119,15 @@ class _Session:
         try:
             serve(channel, self._answer, self.server.silence)
         finally:
-            with self.server.lock:
+            server = self.server
+            with contextlib.suppress(DisaggError), server.lock:
                 for key in self.held:
                     self._drop(key)
-            if self.held:
-                with contextlib.suppress(DisaggError):
-                    self.server.link.call("lost", requests=[list(key) for key in self.held])
+                # Not what another connection holds: of another reader, or of this one, which was back before its end
+                # was noticed here. Sent under the lock, so that the renewal of one that comes now is the later one.
+                lost = [list(key) for key in self.held if key not in server.holders]
+                if lost:
+                    server.link.begin("lost", requests=lost)
 
     def _answer(self, op: str, header: Header, parts: list[memoryview]) -> tuple[Header, Parts]:
         server = self.server
@@ -149,8 +152,14 @@ class _Session:
             return {key: told[key] for key in ("generation", "sha256", "ttl", "grace")}, answer
         key = (request, int(header["generation"]))
         if op == "renew":
-            told, _ = server.link.call("renew", request=request, generation=key[1])
             self._hold(key)  # perhaps after the reader connected anew
+            try:
+                told, _ = server.link.call("renew", request=request, generation=key[1])
+            except StaleLease:
+                with server.lock:
+                    self._drop(key)
+                    self.held.discard(key)
+                raise
             return {"ttl": told["ttl"]}, ()
         if op == "release":
             with server.lock:
