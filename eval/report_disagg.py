@@ -16,6 +16,22 @@ QWEN3_8B = {"layers": 36, "kv_heads": 8, "head_dim": 128, "tokens": 32768, "k": 
 PAPER = {"admission_gib": 0.46, "full_gib": 4.50, "drift_ratio": {1.0: 2.53, 0.1: 1.95, 0.05: 1.61}}
 """OasisKV section 6.4: GiB a request at 32K."""
 
+PAPER_HOST = {24576: (1.54, 3.38), 32768: (1.73, 4.52)}
+"""OasisKV section 6.4: GiB of a decode node's host memory a request by tokens, partly fetched and in full."""
+
+DECODED = 1000
+"""Tokens for which the arithmetic stands."""
+
+DRIFT = "blocks and drift"
+"""The phase of `disagg_traffic.Crossed` that is many small reads over all the decoding."""
+
+FRAMING = 0.02
+"""Most that a device may receive beyond what was counted, as a share, in a read of megabytes: headers and
+acknowledgements."""
+
+LARGE = 1 << 20
+"""Bytes of what counts as such a read."""
+
 
 def geometry(rows: list[Row]) -> list[Row]:
     """Bytes of a request of the paper's geometry. bf16 blocks, int8 summaries with a float16 scale a vector."""
@@ -42,6 +58,33 @@ def geometry(rows: list[Row]) -> list[Row]:
     return out
 
 
+def host_memory(rows: list[Row]) -> list[Row]:
+    """Host bytes of a request on the decode side: pages that came against all of its KV, measured (means over texts and
+    summaries) and, for the paper's geometry, by arithmetic."""
+    heads = QWEN3_8B["layers"] * QWEN3_8B["kv_heads"]
+    page = 2 * BLOCK * QWEN3_8B["head_dim"] * 2
+    out = []
+    for ratio in sorted({row["fetch_ratio"] for row in rows}, reverse=True):
+        own = [row for row in rows if row["fetch_ratio"] == ratio]
+        new = mean(row["new_blocks_a_step_and_head"] for row in own)
+        told = {
+            "fetch_ratio": ratio,
+            "held": mean(row["held"] for row in own),
+            "full": mean(row["full"] for row in own),
+        }
+        for tokens in PAPER_HOST:
+            blocks = min(QWEN3_8B["k"] + 1 + new * DECODED, tokens // BLOCK)
+            told[f"synthetic_held_{tokens}"] = heads * blocks * page
+            told[f"full_{tokens}"] = heads * (tokens // BLOCK) * page
+        out.append(told)
+    return out
+
+
+def beyond(phase: Row) -> float:
+    """What a device received beyond what was counted, as a share of that."""
+    return phase["received"] / phase["counted"] - 1
+
+
 def bars(result: Row) -> list[Row]:
     """The issue's, at the budget and length that were run."""
     rows, out = result["rows"], []
@@ -58,6 +101,11 @@ def bars(result: Row) -> list[Row]:
     ratios = sorted({row["fetch_ratio"] for row in rows})
     drifts = [mean(row["drift"] for row in rows if row["fetch_ratio"] == ratio) for ratio in ratios]
     bar("fetch ratios that drift more than the next larger one", sum(a > b for a, b in zip(drifts, drifts[1:])), 0)
+    phases = result.get("interface", [])
+    large = [beyond(one) for one in phases if one["counted"] >= LARGE and one["what"] != DRIFT]
+    if large:
+        bar("received beyond what was counted, as a share: handles and full transfers", max(large), FRAMING)
+        bar("phases in which less was received than counted", sum(beyond(one) < 0 for one in phases), 0)
     own16 = [row for row in result["geometry"] if row["tokens_per_summary"] == 16]
     if own16:
         bar("GiB of admission at the paper's geometry", own16[0]["admission"] / 2**30, PAPER["admission_gib"])
@@ -80,7 +128,8 @@ def _mib(size: float) -> str:
 def markdown(result: Row) -> str:
     out = [
         f"# Traffic of disaggregated decoding: {result['tokens']:,} tokens, {result['new']} decoded, budget "
-        f"{result['budget']:,}, {result['dtype']}, engine {result['engine']}",
+        f"{result['budget']:,}, {result['dtype']}, engine {result['engine']}"
+        + (", two network namespaces" if result.get("namespaces") else ""),
         "",
         "MiB a request; link idle share and peak while it decodes. A full transfer moves "
         "every block before the first token.",
@@ -122,12 +171,53 @@ def markdown(result: Row) -> str:
             for name, value in row.items() if name.startswith("synthetic_drift_")
         )  # fmt: skip
         out.append(f"| {' | '.join(cells)} | {row['full'] / row['admission']:.1f}x | {drift} |")
+    out += _host_memory(result.get("host_memory", [])) + _interface(result.get("interface", []))
     out += ["", "## Bars", "", "| bar | measured | at most | |", "|---|---|---|---|"]
     out += [
         f"| {one['what']} | {one['measured']:.3f} | {one['bar']:.3f} | {'met' if one['met'] else 'MISSED'} |"
         for one in result["bars"]
     ]
     return "\n".join(out) + "\n"
+
+
+def _host_memory(rows: list[Row]) -> list[str]:
+    if not rows:
+        return []
+    heads = [f"Qwen3-8B, {tokens // 1024}K, GiB" for tokens in PAPER_HOST]
+    paper = [f"{part} of {full} GiB at {tokens // 1024}K" for tokens, (part, full) in PAPER_HOST.items()]
+    out = [
+        "", "## Host memory on the decode side", "",
+        f"A request's pages that came, after the run, against all of its KV. Qwen3-8B is arithmetic and SYNTHETIC: 129 "
+        f"blocks a KV head, and for each of {DECODED:,} tokens as many new ones as SmolLM2 selected; it can't be more "
+        f"than all. The paper: {', '.join(paper)}.", "",
+        f"| fetch ratio | held, MiB | all, MiB | times less | {' | '.join(heads)} |", "|---" * (4 + len(heads)) + "|",
+    ]  # fmt: skip
+    for row in rows:
+        cells = [f"{row['fetch_ratio']:g}", _mib(row["held"]), _mib(row["full"]), f"{row['full'] / row['held']:.1f}x"]
+        for tokens in PAPER_HOST:
+            held, full = row[f"synthetic_held_{tokens}"], row[f"full_{tokens}"]
+            cells.append(f"{held / 2**30:.2f} of {full / 2**30:.2f}, {full / held:.1f}x")
+        out.append(f"| {' | '.join(cells)} |")
+    return out
+
+
+def _interface(phases: list[Row]) -> list[str]:
+    if not phases:
+        return []
+    out = [
+        "", "## Counted and received", "",
+        "Bytes that the transport counted (of a handle, those of the handle) against those that came in through the "
+        "reader's device, with headers, answers to small reads, and heartbeats.",
+        "", "| phase | times | counted, MiB | received, MiB | beyond | most in one |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for what in dict.fromkeys(phase["what"] for phase in phases):
+        own = [phase for phase in phases if phase["what"] == what]
+        both = {name: sum(phase[name] for phase in own) for name in ("counted", "received")}
+        out.append(
+            f"| {what} | {len(own)} | {_mib(both['counted'])} | {_mib(both['received'])} | {beyond(both):.2%} | "
+            f"{max(map(beyond, own)):.2%} |"
+        )
+    return out
 
 
 def plot(result: Row, path: Path) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fetch_sweep
+import file_tier
 import k_sweep
 import overhead
 import reasoning
@@ -102,6 +103,24 @@ SECTIONS = (
     Section("disagg_traffic", "Traffic of prefill and decode on two machines",
             "python eval/disagg_traffic.py --out eval/results",
             "What crosses the network for a request, by fetch ratio (the paper's Fig. 14).", in_tables=True),
+    Section("disagg_traffic_bfloat16", "The same in bfloat16",
+            "python eval/disagg_traffic.py --dtype bfloat16 --texts reference --out eval/results",
+            "Pages of half the size beside summaries that are int8 all the same.", in_tables=True),
+    Section("disagg_traffic_namespaces_tcp", "The same over two network namespaces, tcp",
+            "python eval/disagg_traffic.py --namespaces --texts reference --parts 16 --new 64 --out eval/results",
+            "What was counted against what the reader's device received.", in_tables=True),
+    Section("disagg_traffic_namespaces_nixl", "The same over two network namespaces, NIXL",
+            "python eval/disagg_traffic.py --namespaces --engine nixl --texts reference --parts 16 --new 64 "
+            "--out eval/results",
+            "What was counted against what the reader's device received.", in_tables=True),
+    Section("engines", "The engines on one host", "python eval/engines.py --out eval/results",
+            "Reads of random blocks over each engine, beside plain sockets and bare NIXL in the same run."),
+    Section("engines_link", "The engines over a link of 1 Gbit/s",
+            "python eval/engines.py --link 1gbit --out eval/results",
+            "Two network namespaces whose link is held to the rate: how much of it each engine fills."),
+    Section("file_tier", file_tier.TITLE, "python eval/file_tier.py --out eval/results",
+            "SmolLM2 over a real text, its KV in a file and a quarter of it in memory, against all of it in memory.",
+            file_tier.lines),
     Section("ttft", "Time to the next token behind a prefill elsewhere", "python eval/ttft.py --out eval/results",
             "Measured over links of known speed, against bytes / rate (the paper's Fig. 15)."),
     Section("decode", "Decode steps", "python eval/decode.py --out eval/results/decode.json",

@@ -19,10 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import namespaces
 import texts
 import torch
 from provenance import provenance
@@ -33,38 +33,6 @@ from oasis_hf.disagg import PrefillClient, merged
 from oasis_hf.models import load
 
 Row = dict[str, Any]
-NODE, READER, ADDRESS = "oasis-node", "oasis-read", "10.77.7.1"
-"""Namespaces, and the node's address."""
-
-
-@contextlib.contextmanager
-def namespaces() -> Iterator[None]:
-    """Two, joined by a link. Raises SystemExit where that is not allowed."""
-    lines = [
-        f"netns add {NODE}", f"netns add {READER}",
-        f"link add oasis-v0 netns {NODE} type veth peer name oasis-v1 netns {READER}",
-        f"-n {NODE} addr add {ADDRESS}/24 dev oasis-v0", f"-n {READER} addr add 10.77.7.2/24 dev oasis-v1",
-        *(f"-n {name} link set {device} up" for name, device in ((NODE, "oasis-v0"), (READER, "oasis-v1"))),
-        *(f"-n {name} link set lo up" for name in (NODE, READER)),
-    ]  # fmt: skip
-    try:
-        for line in lines:
-            done = subprocess.run(["ip", *line.split()], capture_output=True, text=True)
-            if done.returncode:
-                raise SystemExit(f"ip {line}: {done.stderr.strip()}. Two namespaces need root; --quick does without.")
-        yield
-    except FileNotFoundError:
-        raise SystemExit("The command `ip` (iproute2) is not here; --quick does without.") from None
-    finally:
-        for name in (NODE, READER):
-            with contextlib.suppress(FileNotFoundError):
-                subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def hold_to(mbit: int) -> None:
-    """What the node sends, to a rate."""
-    line = f"qdisc replace dev oasis-v0 root tbf rate {mbit}mbit burst {max(32, mbit // 4)}kb latency 50ms"
-    subprocess.run(["ip", "netns", "exec", NODE, "tc", *line.split()], check=True)
 
 
 @torch.no_grad()
@@ -136,21 +104,20 @@ def read(args: argparse.Namespace) -> None:
     client.close()
 
 
-def inside(name: str | None, command: list[str], **kwargs: Any) -> subprocess.Popen:
-    prefix = [] if name is None else ["ip", "netns", "exec", name]
-    return subprocess.Popen([*prefix, *command], stdout=subprocess.PIPE, text=True, **kwargs)
+def inside(end: namespaces.End, command: list[str], **kwargs: Any) -> subprocess.Popen:
+    return subprocess.Popen([*end.prefix, *command], stdout=subprocess.PIPE, text=True, **kwargs)
 
 
 def measure(args: argparse.Namespace) -> tuple[list[Row], float]:
     quick, rows = args.quick, []
-    names = (None, None) if quick else (NODE, READER)
-    with tempfile.TemporaryDirectory() as folder, contextlib.nullcontext() if quick else namespaces():
+    ends = contextlib.nullcontext((namespaces.LOOPBACK,) * 2) if quick else namespaces.joined()
+    with tempfile.TemporaryDirectory() as folder, ends as (there, here):
         secret = f"{folder}/secret"
         model = [args.model] if args.model else []
         same = ["--dtype", args.dtype, "--budget", str(args.budget)]
-        node = inside(names[0], [
+        node = inside(there, [
             sys.executable, "-m", "oasis_hf.cli", "prefill-server", *model, "--secret-file", secret, *same, "--device",
-            "cpu", "--listen", f"{'127.0.0.1' if quick else ADDRESS}:0", "--pool-gib", str(args.pool_gib), "--threads",
+            "cpu", "--listen", f"{there.address}:0", "--pool-gib", str(args.pool_gib), "--threads",
             "1", "--tokens-per-summary", str(args.tokens_per_summary),
         ])  # fmt: skip
         reader = None
@@ -177,11 +144,11 @@ def measure(args: argparse.Namespace) -> tuple[list[Row], float]:
                 args.text,
             ]
             command += ["--hit", str(args.hit), "--tokens-per-summary", str(args.tokens_per_summary)]
-            reader = inside(names[1], command, stdin=subprocess.PIPE)
+            reader = inside(here, command, stdin=subprocess.PIPE)
             rest = json.loads(reader.stdout.readline())["prefill_rest_s"]  # type: ignore[union-attr]
             for rate in [0] if quick else args.rates:
                 if rate:
-                    hold_to(rate)
+                    namespaces.hold_to(there, rate)
                 reader.stdin.write(f"{args.repeats}\n")  # type: ignore[union-attr]
                 reader.stdin.flush()  # type: ignore[union-attr]
                 while row := json.loads(reader.stdout.readline()):  # type: ignore[union-attr]

@@ -76,8 +76,7 @@ def from_dense(
                 layer.keep_prompt(step, own.keys, own.values)
                 continue
             layer.keep(own.keys, own.values, length, step.real(layer.device))
-            gone = length - own.keys.shape[2]  # columns that the ring can't have: as if others were written over them
-            layer.high = max(length, gone + layer.size if gone else 0)
+            layer.began = length - own.keys.shape[2]
     finally:
         state.step = None
         if state.store is not None:

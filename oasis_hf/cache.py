@@ -146,7 +146,17 @@ class OasisCache(Report, Padding, Committing, Cache):
             self.stepper.forced = before
 
     def activate_past_recording(self) -> None:
-        """Assisted decoding starts: the next forward is its prompt, then come several-token verifications."""
+        """Assisted decoding starts: the next forward is its prompt, then come several-token verifications.
+
+        Raises:
+            ValueError: the cache is not empty. transformers gives the whole prompt in that forward, as if it were.
+        """
+        if self.get_seq_length() or self.stepper.resumed is not None:
+            raise ValueError(
+                "Assisted decoding (assistant_model, prompt_lookup_num_tokens) gives the whole prompt at first and "
+                f"needs an empty cache, but this OasisCache holds {self.get_seq_length():,} tokens: leave it out, or "
+                "use OasisCache(speculate=True)."
+            )
         self.stepper.recording = "armed"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -188,7 +198,9 @@ class OasisCache(Report, Padding, Committing, Cache):
             if isinstance(layer, SlidingLayer):
                 layer.check_crop(valid.shape[1])
         self.stepper.forget()
-        self.stepper.resumed = None
+        if self.stepper.resumed is not None:
+            self.stepper.resumed.forget(self)
+            self.stepper.resumed = None
         self.settle()
         before, self.state.ready = list(rows.tokens), None
         rows.shorten(valid)

@@ -30,15 +30,53 @@ class Resumed:
 
     @keeps_buffers
     def answer(self, cache: "OasisCache", call: dict[str, Any], name: str) -> Any:
-        """The output of a call that gives just that token in every row; None: it gives others, and what was known of
-        the last token is forgotten."""
-        rows, ids = cache.state.need_rows(), call.get("input_ids")
-        if ids is None or ids.shape[1] != 1 or not bool((ids == self.token).all()):
-            cache.drafter.crop(list(rows.tokens))
+        """The output of a call that gives just that token in every row, all before it in sight; None: it gives
+        others, and what was known of the last token is forgotten.
+
+        Raises:
+            ValueError: more than logits is asked for.
+        """
+        rows = cache.state.need_rows()
+        if not self._asked(cache, call):
+            self.forget(cache)
             return None
+        _refuse(call, cache.model.config)
         rows.extend(torch.ones((len(rows), 1), dtype=torch.bool))
-        logits = self.logits.to(ids.device).expand(len(rows), 1, -1).clone()
+        logits = self.logits.to(call["input_ids"].device).expand(len(rows), 1, -1).clone()
+        if isinstance(call.get("logits_to_keep"), torch.Tensor):
+            logits = logits[:, call["logits_to_keep"]]
         if call.get("return_dict") is False:
             return logits, cache
         out: Any = CausalLMOutputWithPast
         return out(**{"logits": logits, name: cache})
+
+    def forget(self, cache: "OasisCache") -> None:
+        """What is known of the last token beyond what the cache counts goes: its query, and the drafter's part."""
+        rows = cache.state.need_rows()
+        cache.drafter.crop(list(rows.tokens))
+        for layer in cache.sparse_layers:
+            layer.rewind([1] * len(rows), reopened=False)
+
+    def _asked(self, cache: "OasisCache", call: dict[str, Any]) -> bool:
+        """Whether a call gives that token, where it stood, and hides nothing."""
+        ids, mask, at = call.get("input_ids"), call.get("attention_mask"), call.get("position_ids")
+        if ids is None or ids.shape[1] != 1 or not bool((ids == self.token).all()):
+            return False
+        if mask is not None:
+            cache.check_mask(mask, 1)
+            if not bool(mask.all()):
+                return False
+        return at is None or bool((at == cache.get_seq_length()).all())
+
+
+def _refuse(call: dict[str, Any], config: Any) -> None:
+    """Outputs that did not come with the logits."""
+    asked = ["labels"] * (call.get("labels") is not None)
+    for name in ("output_hidden_states", "output_router_logits"):
+        if getattr(config, name, False) if call.get(name) is None else call[name]:
+            asked.append(name)
+    if asked:
+        raise ValueError(
+            "The first forward of a cache from prefill is answered with the logits that came with it, which can't give "
+            f"{', '.join(asked)}: leave that out, or read the prompt in this process."
+        )

@@ -33,6 +33,7 @@ class SlidingLayer(CacheLayerMixin):
         self.real: torch.Tensor  # [B, R] bool: not padding
         self.heads = 0
         self.high = 0  # columns ever written since the last reset: the ring holds the last R of them
+        self.began = 0  # the first of them, where a prompt was taken over without those before it
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows, heads, _, _ = key_states.shape
@@ -182,8 +183,15 @@ class SlidingLayer(CacheLayerMixin):
         """Everything is resident."""
 
     def check_crop(self, columns: int) -> None:
-        """Raise if the ring no longer holds the window before `columns`."""
-        if self.is_initialized and self.high > self.size and max(0, columns - self.window + 1) < self.high - self.size:
+        """Raise if the ring does not hold the window before `columns`."""
+        first = max(0, columns - self.window + 1)
+        if self.is_initialized and first < self.began:
+            raise ValueError(
+                f"crop to {columns:,} tokens reaches behind what a sliding-window layer keeps of a prompt that it did "
+                f"not read itself: it needs {self.window - 1:,} tokens before and has those from {self.began:,} on. "
+                "Crop less, or read the shorter prompt anew."
+            )
+        if self.is_initialized and first < self.high - self.size:
             raise ValueError(
                 f"crop to {columns:,} tokens reaches behind what a sliding-window layer keeps ({self.size:,} tokens, "
                 f"written up to {self.high:,}): crop less, or set OasisConfig.sliding_slack above "
@@ -207,14 +215,14 @@ class SlidingLayer(CacheLayerMixin):
             self.real = self.real.index_select(0, at)
 
     def reset(self) -> None:
-        self.high = 0
+        self.high = self.began = 0
         if self.is_initialized:
             self.real.zero_()
 
     def drop(self) -> None:
         if self.is_initialized:
             del self.ring_keys, self.ring_values, self.real
-        self.is_initialized, self.high = False, 0
+        self.is_initialized, self.high, self.began = False, 0, 0
 
     def fork(self, state: State) -> "SlidingLayer":
         other = SlidingLayer(state, self.window)
@@ -226,7 +234,7 @@ class SlidingLayer(CacheLayerMixin):
                 self.real.clone(),
             )
             other.device, other.heads, other.is_initialized = self.device, self.heads, True
-            other.high = self.high
+            other.high, other.began = self.high, self.began
         return other
 
     @property

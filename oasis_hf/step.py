@@ -80,8 +80,8 @@ class Stepper(Recall):
         batch, count = given.shape[:2]
         rows = self.cache.rows_for(batch)
         if self.resumed is not None:
-            resumed, self.resumed = self.resumed, None
-            out = resumed.answer(self.cache, call, name)
+            out = self.resumed.answer(self.cache, call, name)
+            self.resumed = None
             if out is not None:
                 return out
         recording = self.recording

@@ -13,7 +13,7 @@ from pools import LONG, until
 from tiny import prompt, tiny
 
 import oasis_hf
-from oasis_hf import ConfigError, OasisCache
+from oasis_hf import ConfigError, HostMemoryError, OasisCache
 from oasis_hf.attach import cache_name
 from oasis_hf.disagg import (
     Corrupt,
@@ -26,7 +26,6 @@ from oasis_hf.disagg import (
     StagingPool,
     StaleLease,
 )
-from oasis_hf.store import near
 
 SECRET = b"a secret of the tests"
 DIM = 16
@@ -48,12 +47,12 @@ KNOBS = [
 class Node:
     """A prefill node, and a client of it, in one process; the pool server is its own."""
 
-    def __init__(self, model, capacity=4000, checked=False, seconds=LONG, **knobs):
+    def __init__(self, model, capacity=4000, checked=False, seconds=LONG, host_bytes=None, **knobs):
         self.model = model
         self.staging = StagingPool(capacity, DIM, torch.float32, ttl=20.0, quarantine=0.5)
         self.worker = PrefillWorker(model, self.staging, checked=checked, **knobs)
         self.server = PoolServer(self.staging, SECRET, self.worker.terms)
-        self.client = PrefillClient(model, self.server.address, SECRET, seconds=seconds, **knobs)
+        self.client = PrefillClient(model, self.server.address, SECRET, seconds=seconds, host_bytes=host_bytes, **knobs)
 
     def cache(self, ids, **knobs):
         return OasisCache.from_prefill(self.client.fetch(self.worker.prefill(ids)), self.model, **knobs)
@@ -76,9 +75,8 @@ def within(seconds, ask, fits):
 
 
 def left(node):
-    """Pages of the client's memory in use; those of reads that nobody waited for are given back when they settle."""
-    near.reclaim()
-    return node.client.pool.pages_in_use
+    """Bytes of the client's memory in use, of late reads too."""
+    return sum(node.client.memory().values())
 
 
 def generate(model, ids, cache, count=60, **kwargs):
@@ -250,10 +248,20 @@ def test_reads_under_way_keep_no_request_alive(monkeypatch):
         del cache
         gc.collect()
         assert within(LONG, node.staging.stats, lambda told: told["published"] == 0)["published"] == 0
-        assert node.client.pool.pages_in_use == 3, "their places are not used again before they are settled"
+        told = {"host": 0, "late": 3 * node.client.pool.page_bytes}
+        assert node.client.memory() == told, "their places are not used again before they are settled"
         plain(begun[0])
         within(LONG, lambda: begun[0].settled, bool)
-        assert within(LONG, lambda: left(node), lambda pages: pages == 0) == 0
+        assert left(node) == node.client.pool.pages_in_use == 0, "told without places being asked for"
+
+
+def test_a_client_that_may_hold_too_little_says_how_much():
+    model, ids = tiny("llama"), prompt(1, 300)
+    with Node(model, budget=96, host_bytes=20 * 2048) as node:
+        with pytest.raises(HostMemoryError, match=r"needs \d+ more pages .* may take 20 in all \(pages in use: 0\)"):
+            node.cache(ids)
+        assert within(LONG, lambda: left(node), lambda size: size == 0) == 0
+        assert generate(model, ids[:, :40], node.cache(ids[:, :40]), 4).shape == (1, 44), "the next one is served"
 
 
 def test_a_prefill_that_fails_gives_its_pages_back(monkeypatch):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from oasis_hf.disagg import (
     Refused,
     StagingPool,
 )
+from oasis_hf.disagg.command import _secret
 from oasis_hf.disagg.router import Router, application, asked, parse_address
 from oasis_hf.disagg.worker import DecodeWorker, Job
 
@@ -324,11 +326,29 @@ def test_a_secret_that_is_short_or_missing(tmp_path, capsys):
     assert not made.exists() or (made.stat().st_mode & 0o777) == 0o600
 
 
+def test_commands_started_at_once_make_one_secret(tmp_path, monkeypatch):
+    """Each finds no file, and none may read half of another's."""
+    path, count, old, drawn = tmp_path / "deep" / "secret", 8, os.umask(0), os.urandom
+    monkeypatch.setattr(os, "urandom", lambda size: (time.sleep(0.1), drawn(size))[1])
+    try:
+        start = threading.Barrier(count)
+
+        def one(_):
+            start.wait()
+            return _secret(path)
+
+        with ThreadPoolExecutor(count) as pool:
+            found = set(pool.map(one, range(count)))
+    finally:
+        os.umask(old)
+    assert len(found) == 1 and len(found.pop()) == 64
+    assert [made.name for made in path.parent.iterdir()] == ["secret"] and path.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.slow
 def test_64_requests_over_two_and_two_processes(folder, tmp_path):
     """The two commands, as a user runs them."""
     import urllib.request
-    from concurrent.futures import ThreadPoolExecutor
 
     command, secret = [sys.executable, "-m", "oasis_hf.cli"], str(tmp_path / "secret")
     how = [folder, "--secret-file", secret, "--device", "cpu", "--threads", "1", "--budget", str(BUDGET)]

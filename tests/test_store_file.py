@@ -130,6 +130,16 @@ def test_too_little_memory_says_how_much_there_is():
     near = file_pages(DIM, torch.float32, pin=False, host_bytes=2 * PAGE)
     with pytest.raises(HostMemoryError, match=r"3 pages of 2,048 bytes .* may hold 2: raise host_bytes"):
         near.bring(near.allocate(3))
+    near.bring(near.allocate(2))
+    with pytest.raises(HostMemoryError, match=r"9 pages of 2,048 bytes .* may hold 2: raise host_bytes"):
+        near.bring(near.allocate(9))
+    near, settled = file_pages(DIM, torch.float32, pin=False, host_bytes=2 * PAGE), []
+    near.pool.release_later(near.pool.allocate(1), lambda: bool(settled))
+    with pytest.raises(HostMemoryError, match=r"2 pages .* may hold 2, 1 of which a late read may"):
+        near.bring(near.allocate(2))
+    settled.append(True)
+    assert near.pool.pages_in_use == near.pool.late == 0
+    near.bring(near.allocate(2))
     with pytest.raises(ConfigError, match=r"host_bytes=100 is not allowed: use at least 2,048"):
         file_pages(DIM, torch.float32, pin=False, host_bytes=100)
     model = tiny("llama")

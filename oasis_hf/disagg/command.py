@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -52,16 +54,25 @@ def _shared(parser: argparse.ArgumentParser) -> None:
 def _secret(path: Path) -> bytes:
     try:
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(os.urandom(32).hex().encode())
-            print(f"made the secret {path}", file=sys.stderr)
+            _make_secret(path)
         secret = path.read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"The secret file {str(path)!r} can't be used: {error.strerror}.") from error
     if len(secret) < 16:
         raise ConfigError(f"The secret in {str(path)!r} has {len(secret)} bytes: use 16 at least.")
     return secret
+
+
+def _make_secret(path: Path) -> None:
+    """Whole or not at all, and only where none is: of several commands that are started at once one makes it, and all
+    have the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-") as file:  # 0600
+        file.write(os.urandom(32).hex().encode())
+        file.flush()
+        with contextlib.suppress(FileExistsError):
+            os.link(file.name, path)
+            print(f"made the secret {path}", file=sys.stderr)
 
 
 def _prepared(args: argparse.Namespace) -> tuple[bytes, Tls | None, dict[str, Any]]:

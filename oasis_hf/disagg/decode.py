@@ -42,10 +42,8 @@ class _Arriving(Pending):
         self.read = self._begun()
 
     def _begun(self) -> Read:
-        link = self.far.link
-        if isinstance(link.lost, PeerLost):
-            link.reconnect(self.far.seconds)
-        return link.read(self.runs, self.far.lease)
+        self.far.link.restore(self.far.away)
+        return self.far.link.read(self.runs, self.far.lease)
 
     def wait(self) -> None:
         try:
@@ -66,12 +64,13 @@ class RemotePages(Far):
 
     Args:
         link: to the prefill node. lease: on the request, given back when this goes. seconds: deadline of a read.
+        away: seconds that the node, lost, has to come back.
     """
 
     name = "remote"
 
-    def __init__(self, link: Link, lease: Lease, page_bytes: int, seconds: float) -> None:
-        self.link, self.lease, self.page_bytes, self.seconds = link, lease, page_bytes, seconds
+    def __init__(self, link: Link, lease: Lease, page_bytes: int, seconds: float, away: float = 10.0) -> None:
+        self.link, self.lease, self.page_bytes, self.seconds, self.away = link, lease, page_bytes, seconds, away
         self.places = torch.zeros(0, dtype=torch.int64)
         self.sums: torch.Tensor | None = None
         self.release = weakref.finalize(self, _release, link, lease)
@@ -96,13 +95,14 @@ class Prefilled:
     """A request that waits on a prefill node: what `OasisCache.from_prefill` takes.
 
     Attributes:
-        ids: `[1, n]` its tokens, for `model.generate`.
+        ids: `[1, n]` its tokens, for `model.generate`. taken: a cache holds it.
     """
 
     def __init__(self, client: "PrefillClient", request: str, handle: Handle, lease: Lease, nbytes: int) -> None:
         self.client, self.request, self.handle, self.nbytes = client, request, handle, nbytes
-        self.far = RemotePages(client.link, lease, client.pool.page_bytes, client.seconds)
+        self.far = RemotePages(client.link, lease, client.pool.page_bytes, client.seconds, client.away)
         self.ids = handle.ids[None]
+        self.taken = False
 
     def close(self) -> None:
         """The request is over, whoever still refers to it: its node has its pages back."""
@@ -117,7 +117,9 @@ class PrefillClient:
         engine: "tcp" or "nixl", or a function that makes an `Engine` of a `Memory`.
         config, knobs: as `OasisCache` takes them; their summaries must be those of the prefill node.
         host_bytes: most host memory for KV of all its requests; None: the machine's.
-        seconds: deadline of a read of blocks. limits: `seconds`, `beat`, `silence` of the connection (`Link`).
+        seconds: deadline of a read of blocks. away: seconds that the node has to come back when it is lost; who needs
+            it soon after that fails at once (`link.ABSENT`). limits: `seconds`, `beat`, `silence` of the connection
+            (`Link`).
 
     Raises:
         Refused: the node has another model, version, layout or secret. PeerLost: it is not there.
@@ -126,16 +128,18 @@ class PrefillClient:
     def __init__(
         self, model: Any, address: Address, secret: bytes, engine: Any = "tcp", tls: Tls | None = None,
         config: OasisConfig | None = None, host_bytes: int | None = None, seconds: float = 10.0,
-        limits: dict[str, float] | None = None, **knobs: Any,
+        away: float = 10.0, limits: dict[str, float] | None = None, **knobs: Any,
     ) -> None:  # fmt: skip
-        self.model, self.address = supported.plain_model(model), address
+        self.model, self.address, self.away = supported.plain_model(model), address, away
         self.config, self.seconds = (config or OasisConfig()).replace(**knobs), seconds
         weight = self.model.get_input_embeddings().weight
         self.pool = PagePool(head_dim(self.model), weight.dtype, weight.is_cuda, host_bytes)
-        self.link = Link(
-            address, secret, terms(self.model, self.config), _engine(engine, Memory(self.pool.pages), secret, tls), tls,
-            **(limits or {}),
-        )  # fmt: skip
+        reads = _engine(engine, Memory(self.pool.pages), secret, tls)
+        try:
+            self.link = Link(address, secret, terms(self.model, self.config), reads, tls, **(limits or {}))
+        except BaseException:
+            reads.close()
+            raise
 
     def fetch(self, request: str) -> Prefilled:
         """A published request: its handle, which is not small, comes now, and none of its KV.
@@ -143,6 +147,7 @@ class PrefillClient:
         Raises:
             StaleLease: there is no such request. Corrupt, PeerLost, DeadlineExceeded: as their names say.
         """
+        self._alive()
         data, lease = self.link.handle(request)
         return Prefilled(self, request, Handle.parse(bytes(data)), lease, len(data))
 
@@ -175,15 +180,21 @@ class PrefillClient:
             time.sleep(PAUSE)
         return request
 
+    def memory(self) -> dict[str, int]:
+        """Bytes of host memory: `host`, blocks of its requests; `late`, places of requests that are over, which a late
+        read may still write to."""
+        late = self.pool.late
+        return {"host": (self.pool.pages_in_use - late) * self.pool.page_bytes, "late": late * self.pool.page_bytes}
+
     def _alive(self) -> Control:
         """The control channel, made anew if it was lost."""
-        if isinstance(self.link.lost, PeerLost):
-            self.link.reconnect(self.seconds)
+        self.link.restore(self.away)
         return self.link.control
 
     def close(self) -> None:
         """Caches of its requests stop working where they need blocks that are not here."""
         self.link.close()
+        self.link.engine.close()
 
 
 def _engine(engine: Any, memory: Memory, secret: bytes, tls: Tls | None) -> Engine:
@@ -203,16 +214,22 @@ def from_prefill(prefilled: Prefilled, model: Any, drafter: Any = None, **knobs:
     """A cache that holds a prefilled request; `model.generate(prefilled.ids, past_key_values=cache)` goes on with it.
 
     Admission reads what the first steps attend to; other blocks come when they are selected, each once at most. Of a
-    sliding-window layer the window's tokens come, so that `crop` can't go far behind the prompt's end.
+    sliding-window layer the window's tokens come, so that `crop` can't go behind the prompt's end.
 
     Args:
         prefilled: of `PrefillClient.fetch`, used once. drafter, knobs: as `OasisCache` takes them.
 
     Raises:
         Refused: the summaries are others than the client's. ConfigError: a store or host_dtype in the knobs.
-        ValueError: another model than the client's. DisaggError: the node is lost.
+        ValueError: another model than the client's, or a cache holds the request already. DisaggError: the node is
+            lost.
     """
     client, handle = prefilled.client, prefilled.handle
+    if prefilled.taken:
+        raise ValueError(
+            f"A cache holds the request {prefilled.request!r} already, and it can be taken once: branch that cache "
+            "with copy.deepcopy, or prefill again."
+        )
     if supported.plain_model(model) is not client.model:
         raise ValueError("from_prefill needs the model that its PrefillClient was made with.")
     cache = OasisCache(model, client.config, drafter, **knobs)
@@ -248,6 +265,7 @@ def from_prefill(prefilled: Prefilled, model: Any, drafter: Any = None, **knobs:
         near.arrive()
         _begin(near, store.table[:, 0], handle.ahead)  # beside the first step
     cache.stepper.resumed = Resumed(int(handle.ids[-1]), handle.logits)
+    prefilled.taken = True
     return cache
 
 

@@ -140,8 +140,7 @@ def unpack(cache: OasisCache, handle: Handle) -> None:
             keys, values = (_of(handle, index, name).to(weight)[None] for name in ("keys", "values"))
             layer.lazy_initialization(keys, values)
             layer.keep(keys, values, count, None)
-            gone = count - keys.shape[2]  # columns that the ring can't have: as if others were written over them
-            layer.high = max(count, gone + layer.size if gone else 0)
+            layer.began = count - keys.shape[2]
             continue
         vectors, recent = _of(handle, index, "vectors"), _of(handle, index, "recent")
         layer.lazy_initialization(*(weight.new_empty((1, vectors.shape[0], 0, vectors.shape[-1])) for _ in range(2)))

@@ -39,9 +39,9 @@ VERSION = "1.3.0"
 PROGRESS_US = 1000
 """How long the target's progress thread sleeps in poll(2): with the wrapper's 0 it spins a core."""
 
-SPIN = (0.0003, 0.002)
-"""Seconds that a waiting reader asks without letting others run, then without sleeping: nothing else moves its side of
-a TCP read."""
+YIELDING = 0.002
+"""Seconds that a waiting reader asks without sleeping: nothing else moves its side of a TCP read. It lets others run
+each time: where the server shares its processors, spinning keeps it from them."""
 
 LINGER = 0.05
 """Seconds that an engine's thread looks on after the last read."""
@@ -102,7 +102,7 @@ class NixlSettings:
 _agents_made: list[str] = []
 
 
-def _agent(role: str, settings: NixlSettings, progress: bool) -> Any:
+def make_agent(role: str, settings: NixlSettings, progress: bool) -> Any:
     """An agent with a name that no other process has, safe for threads, whose progress thread sleeps."""
     settings.wire()
     with _making:
@@ -139,7 +139,7 @@ class NixlTarget:
     def __init__(self, mapping: Mapping, settings: NixlSettings) -> None:
         self._mapping, self._settings = mapping, settings
         self._base = int(np.frombuffer(mapping.memory, np.uint8).ctypes.data)
-        self._agent = _agent("pool", settings, progress=True)
+        self._agent = make_agent("pool", settings, progress=True)
         self._agent.register_memory([(self._base, mapping.pool_bytes, 0, "")], "DRAM")
 
     def offer(self, secret: bytes) -> tuple[dict[str, Any], bytes]:
@@ -172,7 +172,7 @@ class NixlEngine(Engine):
     def __init__(self, memory: Memory, secret: bytes, settings: NixlSettings | None = None) -> None:
         super().__init__(memory)
         self._secret, self._settings = check_secret(secret), settings or NixlSettings()
-        self.agent = _agent("reader", self._settings, progress=False)
+        self.agent = make_agent("reader", self._settings, progress=False)
         self._registered = self.agent.register_memory([(memory.address, memory.nbytes, 0, "")], "DRAM")
         self._peers: list[_NixlPeer] = []
         self._known = threading.Lock()
@@ -260,9 +260,9 @@ class _NixlPeer(Peer):
     def _begin(self, read: Read) -> None:
         assert isinstance(read, _NixlRead)
         agent, runs = self.engine.agent, read.runs
-        far, near = np.zeros((len(runs), 3), np.uint64), np.zeros((len(runs), 3), np.uint64)
-        far[:, 0], near[:, 0] = runs.far + self.base, runs.near + self.memory.address
-        far[:, 1] = near[:, 1] = runs.size
+        near, far = both = np.zeros((2, len(runs), 3), np.uint64)  # address, bytes, device
+        near[:, 0], far[:, 0] = runs.near + self.memory.address, runs.far + self.base
+        both[:, :, 1] = runs.size
         try:
             local, remote = agent.get_xfer_descs(near, "DRAM"), agent.get_xfer_descs(far, "DRAM")
             handle = agent.initialize_xfer("READ", local, remote, self.agent_name)
@@ -333,8 +333,7 @@ class _NixlRead(Read):
             waited = time.monotonic() - began
             if waited >= seconds:
                 return reached()
-            if waited > SPIN[0]:
-                time.sleep(0 if waited < SPIN[1] else 0.00005)
+            time.sleep(0 if waited < YIELDING else 0.00005)
         return True
 
 

@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -57,6 +58,7 @@ class RequestPages(PagePool):
         self._free = pages.flip(0)  # it is taken from the end
         self._used, self._reserved, self._pieces = 0, len(pages), whole._pieces
         self._closed = False
+        self._lock, self._given_back = threading.Lock(), deque[torch.Tensor]()
 
     @property
     def pages_in_use(self) -> int:

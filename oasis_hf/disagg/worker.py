@@ -17,11 +17,19 @@ from .. import supported
 from ..attach import cache_name
 from ..cache import OasisCache
 from .decode import PrefillClient, Prefilled
-from .errors import DisaggError, PeerLost, PoolFull, Refused
+from .errors import DeadlineExceeded, DisaggError, PeerLost, PoolFull, Refused, StaleLease
+from .link import Absence
 from .wire import Address
 
 AHEAD = 2
 """Prompts that are being prefilled while another is decoded."""
+
+AWAY = 2.0
+"""Seconds that a lost node has to come back where a prompt can be read on another: longer than a pool server's restart
+(with NIXL that takes three, and the prompt is read again)."""
+
+LOST = (PeerLost, DeadlineExceeded, StaleLease)
+"""What a node does to a request that another node may do better."""
 
 
 @dataclass
@@ -31,6 +39,7 @@ class Job:
     Attributes:
         tell: called with ("text", piece), then ("done", what came of it) or ("error", a sentence).
         gone: set where nobody waits for it any more: it ends with the next token, or is not begun.
+        tried, why: nodes that lost it, and how the last one did.
     """
 
     prompt: str | list[int]
@@ -38,6 +47,7 @@ class Job:
     seed: int | None
     tell: Callable[[str, Any], None]
     tried: set[Address] = field(default_factory=set)
+    why: str = ""
     gone: bool = False
 
 
@@ -62,7 +72,8 @@ class _Pieces(TextStreamer):
 class DecodeWorker:
     """Decodes one completion at a time; the next prompts are prefilled meanwhile.
 
-    A prefill node that is lost costs a request nothing but time where there is another: its prompt is read there.
+    A prefill node that is lost costs a request nothing but time where there is another: its prompt is read there, and
+    other requests are decoded meanwhile.
 
     Args:
         model, tokenizer: as on the nodes. addresses: of the nodes, taken in turn. secret, client: as `PrefillClient`.
@@ -74,11 +85,15 @@ class DecodeWorker:
         **client: Any,
     ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.patience = model, tokenizer, patience
+        if len(set(addresses)) > 1:
+            client.setdefault("away", AWAY)
         self._connect = {at: lambda at=at: PrefillClient(model, at, secret, **client) for at in addresses}
         self._clients: dict[Address, PrefillClient] = {}
+        self._absences = {at: Absence() for at in addresses}
         self._turn = itertools.cycle(addresses)
         self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._ready: queue.Queue[tuple[Job, torch.Tensor, Prefilled] | None] = queue.Queue(AHEAD)
+        self._over, self._ending = False, threading.Lock()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._prefill, self._decode)]
         for thread in self._threads:
             thread.start()
@@ -95,14 +110,22 @@ class DecodeWorker:
             client.close()
 
     def _prefill(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                with self._ending:
+                    self._over = self._jobs.empty()
+                if self._over:
+                    break
+                self._jobs.put(None)  # what came back goes first
+                continue
             try:
-                if job.gone:
-                    continue
-                ids = self._ids(job)
-                self._ready.put((job, ids, self._prefilled(job, ids)))
+                if not job.gone:
+                    ids = self._ids(job)
+                    self._ready.put((job, ids, self._prefilled(job, ids)))
             except Exception as error:
                 job.tell("error", _sentence(error))
+            del job
         self._ready.put(None)
 
     def _ids(self, job: Job) -> torch.Tensor:
@@ -126,21 +149,21 @@ class DecodeWorker:
                 continue
             try:
                 return self._client(address).prefill(ids, self.patience)
-            except (PeerLost, PoolFull) as error:
+            except (*LOST, PoolFull) as error:
                 errors.append(error)
-                if isinstance(error, PeerLost):
-                    self._forget(address)
-        raise errors[-1] if errors else PeerLost("Every prefill node was lost while this request was decoded.")
+        raise errors[-1] if errors else PeerLost(f"Every prefill node lost this request; the last: {job.why}")
 
     def _client(self, address: Address) -> PrefillClient:
         if address not in self._clients:
-            self._clients[address] = self._connect[address]()
+            absence = self._absences[address]
+            absence.check()
+            try:
+                self._clients[address] = self._connect[address]()
+            except (PeerLost, DeadlineExceeded) as error:
+                absence.note(error, error)
+                raise
+            absence.end()
         return self._clients[address]
-
-    def _forget(self, address: Address) -> None:
-        client = self._clients.pop(address, None)
-        if client is not None:
-            client.close()
 
     def _decode(self) -> None:
         while (ready := self._ready.get()) is not None:
@@ -151,22 +174,29 @@ class DecodeWorker:
         try:
             if job.gone:
                 prefilled.close()
-            else:
-                job.tell("done", self._completed(job, ids, prefilled))
+                return
+            done = self._completed(job, ids, prefilled)
+            while done is None:
+                with self._ending:
+                    if not self._over:
+                        return self._jobs.put(job)
+                done = self._completed(job, ids, self._prefilled(job, ids))
+            job.tell("done", done)
         except Exception as error:
             job.tell("error", _sentence(error))
 
-    def _completed(self, job: Job, ids: torch.Tensor, prefilled: Prefilled) -> dict[str, Any]:
-        while True:
-            here = prefilled
-            try:
-                return self._generated(job, ids, here)
-            except PeerLost:
-                job.tried.add(here.client.address)
-            finally:
-                here.close()
-            prefilled = self._prefilled(job, ids)
+    def _completed(self, job: Job, ids: torch.Tensor, prefilled: Prefilled) -> dict[str, Any] | None:
+        """What came of it; None: its node lost it."""
+        if job.tried:
             job.tell("again", None)  # what was said before is said anew
+        try:
+            return self._generated(job, ids, prefilled)
+        except LOST as error:
+            job.tried.add(prefilled.client.address)
+            job.why = str(error)
+            return None
+        finally:
+            prefilled.close()
 
     def _generated(self, job: Job, ids: torch.Tensor, prefilled: Prefilled) -> dict[str, Any]:
         cache = OasisCache.from_prefill(prefilled, self.model)

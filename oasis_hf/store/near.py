@@ -127,7 +127,7 @@ class Near(PageNumbers):
         self._used_at[places[here]] = self._clock
         missing, order = pages[~here].sort()  # so that what is adjacent in the tier is so here
         if len(missing):
-            new = self._vacant(len(missing))
+            new = self._vacant(len(missing), len(pages))
             self._place[missing], self._page[new], self._used_at[new] = new, missing, self._clock
             wanted = missing if fill is None else missing[fill[~here][order]]
             if len(wanted):
@@ -164,49 +164,36 @@ class Near(PageNumbers):
         """These pages are not there. Their places are nobody's until nothing can be written to them any more."""
         places = self._place[pages]
         self._place[pages], self._page[places], self._changed[places] = -1, -1, False
-        _late.append((pending.settling(), self.pool, places))
-        reclaim()
+        self.pool.release_later(places, pending.settling())
 
-    def _vacant(self, count: int) -> torch.Tensor:
-        """`[count]` places of the pool."""
-        reclaim()
+    def _vacant(self, count: int, asked: int) -> torch.Tensor:
+        """`[count]` places of the pool, for a call that asks for so many pages in all."""
         room = count if self.most is None else self.most - self.pool.pages_in_use
         if count > room:
-            self._send_away(count - max(room, 0))
+            self._send_away(count - max(room, 0), asked)
         places = self.pool.allocate(count)
         top = int(places.max()) + 1
         self._page, self._used_at = _wider(self._page, top, -1), _wider(self._used_at, top, 0)
         self._changed = _wider(self._changed, top, False)
         return places
 
-    def _send_away(self, count: int) -> None:
+    def _send_away(self, count: int, asked: int) -> None:
         self.arrive()
         # What this call asks for carries its clock, and stays.
         old = torch.where((self._page >= 0) & (self._used_at < self._clock), self._used_at, self._clock)
         order = old.argsort(stable=True)[:count]
         if len(order) < count or int(old[order].max()) == self._clock:
-            self.at_once(self.most + 1 if self.most is not None else 1)  # raises
+            late = f", {self.pool.late:,} of which a late read may still write to" if self.pool.late else ""
+            raise HostMemoryError(
+                f"{asked:,} pages of {self.page_bytes:,} bytes are needed at once, but host memory may hold "
+                f"{self.most:,}{late}: raise host_bytes."
+            )
         changed = order[self._changed[order]]
         if len(changed):
             self.far.write(self._page[changed], self.pages, changed)
             self.written += len(changed)
         self._place[self._page[order]] = -1
         self._vacate(order)
-
-
-_late: list[tuple[Callable[[], bool], PagePool, torch.Tensor]] = []
-"""Of reads that nobody waits for any more: whether they are settled, and places that they may still write to."""
-
-
-def reclaim() -> None:
-    """Give back the places of late reads that can write nothing any more."""
-    waiting = list(_late)
-    _late.clear()
-    for settled, pool, places in waiting:
-        if settled():
-            pool.release(places)
-        else:
-            _late.append((settled, pool, places))
 
 
 def _wider(numbers: torch.Tensor, count: int, value: int | bool) -> torch.Tensor:

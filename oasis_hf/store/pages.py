@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import threading
 import weakref
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,7 +84,8 @@ def _unpin_now() -> None:
 
 
 class PageNumbers:
-    """Which pages are handed out, and how often each is referred to.
+    """Which pages are handed out, and how often each is referred to. Any thread may call, and a collection that gives
+    pages back may come in the middle of a call.
 
     Attributes:
         page_bytes: bytes of a page. references: int32, by page number.
@@ -92,6 +96,7 @@ class PageNumbers:
         self.references = torch.zeros(0, dtype=torch.int32)
         self._free = torch.zeros(0, dtype=torch.int64)
         self._used = 0  # high-water mark: pages beyond it were never handed out
+        self._lock, self._given_back = threading.Lock(), deque[torch.Tensor]()
 
     def __deepcopy__(self, memo: Any) -> "PageNumbers":
         # Pages are shared by design; each store holds its own table of references.
@@ -107,25 +112,44 @@ class PageNumbers:
         Raises:
             HostMemoryError: there is no room for them; nothing is allocated.
         """
-        fresh = max(0, count - len(self._free))
-        used = self._used + fresh
-        self.make_room(used)
-        reused = self._free[len(self._free) - (count - fresh) :]
-        self._free = self._free[: len(self._free) - (count - fresh)]
-        pages = torch.cat((reused, torch.arange(self._used, used)))
-        self._used = used
-        if used > len(self.references):
-            room = torch.zeros(max(used, 2 * len(self.references)) - len(self.references), dtype=torch.int32)
-            self.references = torch.cat((self.references, room))
-        self.references[pages] = 1
-        return pages
+        try:
+            with self._lock:
+                fresh = max(0, count - len(self._free))
+                used = self._used + fresh
+                self.make_room(used)
+                reused = self._free[len(self._free) - (count - fresh) :]
+                self._free = self._free[: len(self._free) - (count - fresh)]
+                pages = torch.cat((reused, torch.arange(self._used, used)))
+                self._used = used
+                if used > len(self.references):
+                    room = torch.zeros(max(used, 2 * len(self.references)) - len(self.references), dtype=torch.int32)
+                    self.references = torch.cat((self.references, room))
+                self.references[pages] = 1
+                return pages
+        finally:
+            self._take_back()
 
     def retain(self, pages: torch.Tensor) -> None:
         """One more reference to each (a page named twice gains two)."""
-        self.references.index_add_(0, pages, torch.ones(len(pages), dtype=torch.int32))
+        with self._lock:
+            self.references.index_add_(0, pages, torch.ones(len(pages), dtype=torch.int32))
+        self._take_back()
 
     def release(self, pages: torch.Tensor) -> None:
         """One reference fewer to each; pages that nobody refers to are free again."""
+        self._given_back.append(pages)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Unless a call is under way, which does it at its end: perhaps this thread's own, below a collection."""
+        while self._given_back and self._lock.acquire(blocking=False):
+            try:
+                while self._given_back:
+                    self._free_again(self._given_back.popleft())
+            finally:
+                self._lock.release()
+
+    def _free_again(self, pages: torch.Tensor) -> None:
         self.references.index_add_(0, pages, torch.full((len(pages),), -1, dtype=torch.int32, device="cpu"))
         gone = pages[self.references[pages] == 0].unique()
         self._free = torch.cat((self._free, gone))
@@ -176,12 +200,35 @@ class PagePool(PageNumbers):
         self.pin = pin
         self._covered = 0  # pages whose memory is pinned or, without pinning, was available when last looked at
         self._pieces: list[tuple[int, int]] = []
+        self._late: list[tuple[torch.Tensor, Callable[[], bool]]] = []
         if pin:
             weakref.finalize(self, _unpin, self._pieces, self.pages)
 
     @property
     def pinned_bytes(self) -> int:
         return sum(size for _, size in self._pieces)
+
+    @property
+    def pages_in_use(self) -> int:
+        return super().pages_in_use - sum(len(pages) for pages, settled in self._late if settled())
+
+    @property
+    def late(self) -> int:
+        """Pages that are nobody's but may still be written to."""
+        return sum(len(pages) for pages, settled in self._late if not settled())
+
+    def release_later(self, pages: torch.Tensor, settled: Callable[[], bool]) -> None:
+        """As `release`, once `settled` says that nothing writes to them any more."""
+        self._late.append((pages, settled))
+
+    def allocate(self, count: int) -> torch.Tensor:
+        waiting, self._late = self._late, []
+        for pages, settled in waiting:
+            if settled():
+                self.release(pages)
+            else:
+                self._late.append((pages, settled))
+        return super().allocate(count)
 
     def copy(self, old: torch.Tensor, new: torch.Tensor) -> None:
         self.pages[new] = self.pages[old]
@@ -195,8 +242,14 @@ class PagePool(PageNumbers):
         cost a decode step more than the growth itself."""
         more = used - self._covered
         need = more * self.page_bytes
+        if used > self.capacity:
+            raise HostMemoryError(
+                f"The full KV cache needs {more:,} more pages x {self.page_bytes:,} bytes of host memory, but may take "
+                f"{self.capacity:,} in all (pages in use: {self.pages_in_use:,}); use fewer rows or a shorter context, "
+                "or allow it more."
+            )
         free = (self.capacity - self._covered) * self.page_bytes if self._given else available_host_bytes()
-        if need > free or used > self.capacity:
+        if need > free:
             raise HostMemoryError(
                 f"The full KV cache needs {more:,} more pages x {self.page_bytes:,} bytes = {need / 2**30:.2f} GiB of "
                 f"host memory, but {free / 2**30:.2f} GiB are available (pages in use: {self.pages_in_use:,}); use "
