@@ -123,6 +123,8 @@ SECTIONS = (
             file_tier.lines),
     Section("ttft", "Time to the next token behind a prefill elsewhere", "python eval/ttft.py --out eval/results",
             "Measured over links of known speed, against bytes / rate (the paper's Fig. 15)."),
+    Section("prefix", "A prompt that begins like another", "python eval/prefix.py --out eval/results",
+            "Time to the first token where the beginning is in a `PrefixStore`."),
     Section("decode", "Decode steps", "python eval/decode.py --out eval/results/decode.json",
             "Qwen3-8B's shape, random weights, exactly C random blocks fetched a KV head, layer and step.",
             of.decode, of.decode_bars, in_tables=True),

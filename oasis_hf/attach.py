@@ -253,7 +253,7 @@ class _Prefill:
     def __call__(self, input_ids: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
         from .cache import OasisCache
 
-        cache = next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
+        cache: Any = next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
         if isinstance(cache, OasisCache):
             ends = getattr(generation_config, "eos_token_id", None)
             pad = getattr(generation_config, "_pad_token_tensor", None)
@@ -262,11 +262,18 @@ class _Prefill:
             ranks = ranks_of(cache.model)
             if ranks is not None and getattr(generation_config, "do_sample", False):
                 parallel.same_draws(ranks, cache.device)
+        prefixes = cache.prefixes if isinstance(cache, OasisCache) else None
+        if prefixes is not None:
+            whole = getattr(generation_config, "prefill_chunk_size", None) is None
+            prefixes.before(cache, input_ids, model_kwargs, whole)
         token = _prefilling.set(True)
         try:
-            return self.inner(input_ids, generation_config, model_kwargs, *args, **kwargs)
+            out = self.inner(input_ids, generation_config, model_kwargs, *args, **kwargs)
         finally:
             _prefilling.reset(token)
+        if prefixes is not None:
+            prefixes.after(cache, input_ids, model_kwargs)
+        return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self.inner.__self__))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -23,6 +23,9 @@ from .rows import Rows
 from .sliding import SlidingLayer
 from .state import State
 from .step import Stepper
+
+if TYPE_CHECKING:
+    from .prefixes import PrefixStore
 
 
 class OasisCache(Report, Padding, Committing, Cache):
@@ -63,6 +66,7 @@ class OasisCache(Report, Padding, Committing, Cache):
                 "leave speculate off, or give the model with its head."
             )
         self.model = model
+        self.prefixes: PrefixStore | None = None
         self.drafter: Drafter = make_drafter(drafter, model, config)
         config = settled(config, self.drafter)
         kept = recent_window(config, self.drafter.always)
@@ -82,6 +86,14 @@ class OasisCache(Report, Padding, Committing, Cache):
         from .disagg.decode import from_prefill
 
         return from_prefill(prefilled, model, drafter, **knobs)
+
+    @classmethod
+    def from_prefix(cls, prefixes: "PrefixStore", input_ids: torch.Tensor, attention_mask: Any = None) -> "OasisCache":
+        """A cache that holds what `prefixes` knows of a prompt `[B, T]`, padded on the left; `model.generate` with the
+        whole prompt reads the rest. Its knobs are the store's."""
+        cache = prefixes.cache()
+        prefixes.admit(cache, input_ids, attention_mask)
+        return cache
 
     # -- what the wrapper calls -----------------------------------------------------------------------------------
 
@@ -285,6 +297,8 @@ class OasisCache(Report, Padding, Committing, Cache):
         for layer in self.layers:
             layer.reset()
         self.drafter.reset()
+        if self.prefixes is not None:
+            self.prefixes.begin(self)
 
     @keeps_buffers
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -306,7 +320,7 @@ class OasisCache(Report, Padding, Committing, Cache):
         other.drafter = self.drafter.fork()
         other.stepper = Stepper(other)
         other.graphs = StepGraphs()
-        other.stepper.resumed = self.stepper.resumed
+        other.stepper.resumed, other.stepper.decoded = self.stepper.resumed, self.stepper.decoded
         other.stepper.acceptance, other.stepper.recording = self.stepper.acceptance, self.stepper.recording
         attach.attach(other.model, other)
         return other

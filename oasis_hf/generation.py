@@ -22,6 +22,7 @@ from .text import Text, Told
 
 if TYPE_CHECKING:
     from .cache import OasisCache
+    from .prefixes import PrefixStore
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,13 @@ _ASKED = ("output_scores", "output_logits", "output_attentions", "output_hidden_
 
 
 def generate(
-    model: Any, inputs: torch.Tensor | None = None, *, verify: str = "sparse", full_drafts: int = 8, **kwargs: Any
+    model: Any,
+    inputs: torch.Tensor | None = None,
+    *,
+    verify: str = "sparse",
+    full_drafts: int = 8,
+    prefixes: "PrefixStore | None" = None,
+    **kwargs: Any,
 ) -> Any:
     """`model.generate` over an `OasisCache` with `speculate=True`, but every row takes all its accepted drafts at once
     and goes on at its own length, where transformers' loop takes one token a row and call.
@@ -51,6 +58,7 @@ def generate(
             "full", lossless: the working set itself drafts `full_drafts` tokens, and one dense pass over the full KV,
             streamed from host memory, verifies them: what comes out is what dense attention gives. Any `OasisCache`
             will do.
+        prefixes: what prompts begin with, so that it is not read again: the cache is one of this store's then.
         inputs, **kwargs: as `model.generate` takes them. past_key_values: an `OasisCache` made with `speculate=True`;
             one with the defaults is made where none is given.
 
@@ -74,6 +82,10 @@ def generate(
         )
     full = full_drafts if verify == "full" else 0
     cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+    if prefixes is not None:
+        if cache is not None:
+            raise ValueError("oasis_hf.generate takes prefixes= or a cache: prefixes.cache() makes one of the store's.")
+        kwargs[cache_name(model)] = cache = prefixes.cache()
     if cache is None:
         kwargs[cache_name(model)] = cache = OasisCache(model, speculate=not full)
     if not isinstance(cache, OasisCache) or not (full or cache.state.config.speculate):

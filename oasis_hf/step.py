@@ -38,6 +38,7 @@ class Stepper(Recall):
         skipped: forwards saved by memoised acceptance. left_out: how often a row was, because its token was known while
             others needed a forward. passes, passed: how often a row of `oasis_hf.generate` was
             verified, and how many tokens it got of that, a pass's own included.
+        decoded: whether anything but a prompt was read.
         ends, pad: ids that end a row and that it is fed after its end, as the running generate call has them.
     """
 
@@ -54,6 +55,7 @@ class Stepper(Recall):
         self.pad: int | None = None
         self.skipped = self.left_out = self.forwards = self.passes = self.passed = 0
         self.resumed: Resumed | None = None
+        self.decoded = False
         self.over = self.load = self.unverified = self.undrafted = 0
         self._pairs: dict[tuple[int, int], tuple[list[list[float]], torch.Tensor]] = {}
         self.warned = False
@@ -188,7 +190,7 @@ class Stepper(Recall):
     def _decode(
         self, inner: Callable[..., Any], call: dict[str, Any], name: str, keeps_logits: bool, mode: str, count: int
     ) -> Any:
-        ids, config = call.get("input_ids"), self.cache.state.config
+        ids, config, self.decoded = call.get("input_ids"), self.cache.state.config, True
         run = functools.partial(self._step, inner, name=name, keeps_logits=keeps_logits, mode=mode, count=count)
         ended = None
         if ids is not None and count == 1 and (config.speculate or config.draft_up_to is not None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -13,30 +12,14 @@ from safetensors.torch import load, save
 from .. import __version__, parallel, supported
 from ..cache import OasisCache
 from ..config import BLOCK, OasisConfig
+from ..fingerprint import fingerprint
 from ..sliding import SlidingLayer
 from .control import Terms
 from .errors import Corrupt, Refused
 
-_SAMPLE = 64
-"""Values of each weight that a fingerprint reads."""
-
 _OWN = ("ids", "logits", "pages", "selected", "ahead", "sums")
 
-_ELSEWHERE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation_internal")
-"""Of a configuration: what says nothing about the model."""
-
 _DTYPE = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-
-
-def fingerprint(model: Any) -> str:
-    """Of a model's configuration and weights: what two processes must agree on before one's KV serves the other."""
-    told = {name: value for name, value in supported.text_config(model).to_dict().items() if name not in _ELSEWHERE}
-    digest = hashlib.sha256(json.dumps([type(model).__name__, told], sort_keys=True, default=str).encode())
-    for name, weight in sorted(supported.plain_model(model).named_parameters()):
-        few = weight.detach().flatten()[:: max(1, weight.numel() // _SAMPLE)][:_SAMPLE]
-        digest.update(f"{name}{list(weight.shape)}{weight.dtype}".encode())
-        digest.update(few.float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 def terms(model: Any, config: OasisConfig) -> Terms:

@@ -40,6 +40,9 @@ class Drafter:
         lookahead: what `OasisConfig.lookahead="auto"` means with it.
         taps: indices of decoder layers whose input hidden states it wants, ascending; the number of layers means the
             final norm's input. `tap` is called with them.
+        state_width: values a token that `reread` needs, 0 for none. recorded: where it puts them while a prompt is
+            read, as `[B, q, state_width]` on the host and which of its columns are real (`[B, q]` bool, None: all);
+            None: nowhere.
         nbytes: what it holds on the device, where that is worth telling.
     """
 
@@ -49,6 +52,11 @@ class Drafter:
     several = False
     lookahead: str | Mapping[str, float] = "draft"
     taps: tuple[int, ...] = ()
+    recorded: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
+
+    @property
+    def state_width(self) -> int:
+        return 0
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +76,11 @@ class Drafter:
     def observe(self, tokens: torch.Tensor | None, starts: torch.Tensor, valid: torch.Tensor | None) -> None:
         """Committed tokens. tokens: `[B, q]` ids (None: the caller gave embeddings), starts: `[B]` position of each
         row's first, valid: `[B, q]` bool which are real, None: all."""
+
+    def reread(self, tokens: torch.Tensor, valid: torch.Tensor | None, states: torch.Tensor | None) -> None:
+        """`observe` of a prompt's first tokens that the model does not read again. tokens: `[B, q]`. states:
+        `[B, q, state_width]` on the host, what was recorded when it did."""
+        self.observe(tokens, torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device), valid)
 
     def propose(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int) -> Draft:
         """`count` tokens that may follow. tokens: `[B]`, each row's new token, at position `lengths` `[B]`; not yet

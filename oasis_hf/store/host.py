@@ -247,6 +247,23 @@ class HostStore(BlockStore):
         self._shared = other._shared = True
         return other
 
+    def adopt(self, pages: list[torch.Tensor]) -> None:
+        """Rows, empty so far, hold pages `[layers, KV heads, n]` of the pool that others hold too."""
+        layers, rows, heads, _ = self.table.shape
+        table = torch.full((layers, rows, heads, max(own.shape[2] for own in pages)), -1, dtype=torch.int64)
+        for row, own in enumerate(pages):
+            table[:, row, :, : own.shape[2]] = own
+            self.pool.retain(own.flatten())
+        self._set_table(table)
+        self.blocks, self._shared = [own.shape[2] for own in pages], True
+
+    def share(self, row: int, blocks: slice) -> torch.Tensor:
+        """Pages `[layers, KV heads, n]` of a row's blocks, with one more reference each, which is the caller's."""
+        pages = self.table[:, row, :, blocks].clone()
+        self.pool.retain(pages.flatten())
+        self._shared = True
+        return pages
+
     def reset(self) -> None:
         self.truncate([0] * len(self.blocks))
 

@@ -127,7 +127,9 @@ class Eagle3Drafter(Drafter):
             tapped[self.taps.index(layer), :, :count].copy_(hidden)
             return
         if layer == self.taps[0]:
-            self._tail_tapped, self._picked = False, _Picked.of(step.valid, rows, count, past.ring)
+            self._tail_tapped, self._picked = False, None
+            if self.recorded is None:  # else all are wanted
+                self._picked = _Picked.of(step.valid, rows, count, past.ring)
         picked = self._picked
         self._prompt[layer] = hidden if picked is None else picked.take(hidden)
 
@@ -166,13 +168,42 @@ class Eagle3Drafter(Drafter):
         self._picked = None
         weight = self.head.fc.weight
         if tokens is not None and len(prompt) == len(self.taps):
-            hidden, real = [prompt[layer].to(weight) for layer in self.taps], None
+            fused = self.head.fuse([prompt[layer].to(weight) for layer in self.taps])
             if picked is not None:
-                tokens, starts, real = picked.take(tokens), starts + picked.skipped.to(starts.device), picked.real
-                real = real.to(weight.device, non_blocking=True)
-            self._extend(tokens, self.head.fuse(hidden), starts, real)
+                tokens = picked.take(tokens)
+            if self.recorded is None:
+                self._read(tokens, fused, starts, picked)
+            else:
+                self.recorded.append((fused.cpu(), valid))
+                self._read_whole(tokens, fused, starts, valid)
         else:
             past.crop(starts)  # what stands there now is not known
+
+    def _read(
+        self, tokens: torch.Tensor, fused: torch.Tensor, starts: torch.Tensor, picked: "_Picked | None"
+    ) -> None:  # fmt: skip
+        """A prompt's or chunk's tokens and fused states, those that were picked of them."""
+        real = None
+        if picked is not None:
+            starts, real = starts + picked.skipped.to(starts.device), picked.real.to(fused.device, non_blocking=True)
+        self._extend(tokens, fused, starts, real)
+
+    def _read_whole(
+        self, tokens: torch.Tensor, fused: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:  # fmt: skip
+        picked = _Picked.of(valid, tokens.shape[0], tokens.shape[1], self._room(len(tokens))[0].ring)
+        if picked is not None:
+            tokens, fused = picked.take(tokens), picked.take(fused)
+        self._read(tokens, fused, starts, picked)
+
+    @property
+    def state_width(self) -> int:
+        return self.head.config.hidden_size
+
+    def reread(self, tokens: torch.Tensor, valid: torch.Tensor | None, states: torch.Tensor | None) -> None:
+        assert states is not None
+        starts = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+        self._read_whole(tokens, states.to(self.head.fc.weight), starts, valid)
 
     def accept(
         self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None, entries: torch.Tensor
@@ -223,7 +254,7 @@ class Eagle3Drafter(Drafter):
 
     def _forget(self) -> None:
         self._prompt.clear()
-        self._tail_tapped, self._picked = False, None
+        self._tail_tapped, self._picked, self.recorded = False, None, None
 
     def crop(self, lengths: list[int]) -> None:
         self._forget()

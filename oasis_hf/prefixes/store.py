@@ -1,0 +1,326 @@
+"""`PrefixStore`: what prompts begin with, kept for those that begin alike."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import parallel, supported
+from ..config import BLOCK, ConfigError, OasisConfig
+from ..drafters import make_drafter
+from ..fingerprint import adapters, fingerprint
+from ..room import keeps_buffers
+from ..store.host import HostStore
+from ..store.pages import PagePool
+from ..summaries import Summaries
+from .index import Index, Layout, digests, release
+
+if TYPE_CHECKING:
+    from ..cache import OasisCache
+
+_KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "past_key_values", "cache"}
+"""Arguments of a prompt's forward beside its ids. With any other, the same ids may mean another text."""
+
+
+class PrefixStore:
+    """Closed blocks of prompts and their summaries, shared by requests whose tokens begin alike.
+
+    ```python
+    prefixes = PrefixStore(model, host_bytes=8 << 30, budget=2064)
+    model.generate(**inputs, past_key_values=prefixes.cache())   # reads what is new, and leaves it here
+    ```
+
+    A block is known by its tokens and all before them, the model's weights and the adapters at work. Pages are shared,
+    never copied: a cache keeps those it uses, whatever is dropped here. Only what a prompt's own forward has written is
+    kept; what decode steps write saw a working set and is another text's at best.
+
+    Args:
+        model: whose caches these are. host_bytes: most host memory for what is held here, pages of it included; what
+            was used longest ago goes first.
+        config, drafter, knobs: as `OasisCache` takes them, for all of its caches.
+
+    Attributes:
+        hits, asked: tokens that need not be read again, and tokens of all prompts, since it was made.
+
+    Raises:
+        ConfigError: host_bytes holds not even one block, another store than "host"; as `OasisCache` does.
+        UnsupportedModelError: the model has sliding-window layers, or can't be served at all.
+    """
+
+    def __init__(
+        self, model: Any, host_bytes: int, config: OasisConfig | None = None, drafter: Any = None, **knobs: Any
+    ) -> None:  # fmt: skip
+        self.model = supported.plain_model(model)
+        self.config = (config or OasisConfig()).replace(**knobs)
+        windows = supported.layer_windows(self.model)
+        if any(window is not None for window in windows):
+            raise supported.UnsupportedModelError(
+                f"PrefixStore does not support {type(self.model).__name__}: its sliding-window layers keep a prompt's "
+                "last tokens alone, and a prefix ends before them; use OasisCache(model)."
+            )
+        if self.config.store != "host":
+            raise ConfigError(f"PrefixStore keeps pages in host memory, not with store={self.config.store!r}.")
+        self.drafter = make_drafter(drafter, self.model, self.config)
+        weight = self.model.get_input_embeddings().weight
+        heads, dim = supported.kv_shape(supported.text_config(self.model))
+        heads = parallel.local_heads(self.model, heads)
+        dtype = weight.dtype if self.config.host_dtype == "model" else getattr(torch, self.config.host_dtype)
+        self.pool = PagePool(dim, dtype, weight.is_cuda)
+        own = Summaries(self.config, 1, heads, dim, weight.dtype, torch.device("meta"))
+        own.ensure(1)
+        parts = {"vectors": ((len(windows), heads, *own.vectors.shape[3:]), own.vectors.dtype)}
+        if own.scales.numel():
+            parts["scales"] = ((len(windows), heads, *own.scales.shape[3:]), own.scales.dtype)
+        if self.drafter.state_width:
+            parts["states"] = ((BLOCK, self.drafter.state_width), weight.dtype)
+        self.layout = Layout(len(windows), heads, self.pool.page_bytes, parts)
+        if host_bytes < self.layout.nbytes:
+            raise ConfigError(
+                f"PrefixStore.host_bytes={host_bytes:,} is not allowed: one block of this model takes "
+                f"{self.layout.nbytes:,} bytes."
+            )
+        self.host_bytes = host_bytes
+        self.hits = self.asked = 0
+        self._prints: dict[tuple[str, ...], str] = {}
+        self._open()
+
+    def _open(self) -> None:
+        self.index = Index(self.layout, self.host_bytes // self.layout.nbytes)
+        self._finalizer = weakref.finalize(self, release, self.pool, self.index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now, `host_bytes` at most."""
+        return len(self.index) * self.layout.nbytes
+
+    def __len__(self) -> int:
+        """Blocks held."""
+        return len(self.index)
+
+    def clear(self) -> None:
+        """Forget all, as after a change of the model's weights; caches keep what they use."""
+        self._finalizer()
+        self._prints.clear()
+        self._open()
+
+    def identity(self) -> str:
+        """Of the model and the adapters at work in it, and of what is kept of a block."""
+        at_work = adapters(self.model)
+        if at_work not in self._prints:
+            told = [
+                fingerprint(self.model), at_work, self.config.scorer, self.config.tokens_per_summary,
+                [str(one) for one in self.layout.parts.values()], str(self.pool.pages.dtype),
+            ]  # fmt: skip
+            self._prints[at_work] = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        return self._prints[at_work]
+
+    def cache(self) -> "OasisCache":
+        """An empty cache: `generate`'s prefill takes from here what it can, and what it reads is kept here."""
+        from ..cache import OasisCache
+
+        drafter = self.drafter.fork()
+        drafter.reset()
+        cache = OasisCache(self.model, self.config, drafter)
+        cache.prefixes, cache.state.make_store = self, self._make_store
+        self.begin(cache)
+        return cache
+
+    def begin(self, cache: "OasisCache") -> None:
+        """A cache of this store's is empty, and what its drafter sees of the next prompt will be wanted."""
+        cache.drafter.recorded = [] if cache.drafter.state_width else None
+
+    # -- around a prompt's forward ------------------------------------------------------------------------------------
+
+    def before(self, cache: "OasisCache", ids: torch.Tensor, call: dict[str, Any], whole: bool) -> None:
+        """generate is about to read a prompt. call: what the model is given beside its ids. whole: it is read at
+        once."""
+        if cache.get_seq_length() or not whole or any(call[name] is not None for name in call.keys() - _KNOWN):
+            return
+        self.admit(cache, ids, call.get("attention_mask"))
+
+    def after(self, cache: "OasisCache", ids: torch.Tensor, call: dict[str, Any]) -> None:
+        """It has been read."""
+        rows = cache.state.rows
+        if rows is None or cache.stepper.decoded or rows.columns != ids.shape[1]:
+            return
+        if not any(call[name] is not None for name in call.keys() - _KNOWN):
+            self.keep(cache, ids)
+
+    @keeps_buffers
+    def admit(self, cache: "OasisCache", ids: torch.Tensor, mask: torch.Tensor | None = None) -> int:
+        """An empty cache of this store's holds of a prompt what is known here, but for its last tokens: those are to be
+        read next, whose queries choose the first working set.
+
+        Args:
+            ids: `[B, T]`. mask: `[B, T]`, 0 for padding, which must be on the left; None: there is none.
+
+        Returns:
+            Columns that the cache then holds, of T.
+        """
+        columns = ids.shape[1]
+        valid = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.detach().to("cpu", torch.bool)
+        pads = columns - valid.sum(1)
+        if valid.shape != ids.shape or not bool((valid == (torch.arange(columns) >= pads[:, None])).all()):
+            return 0
+        host, root = ids.detach().cpu(), bytes.fromhex(self.identity())
+        self.index.tick()
+        self.asked += int(valid.sum())
+        found = [
+            self.index.find(digests(root, own[pad : pad + (columns - pad) // BLOCK * BLOCK]))
+            for own, pad in zip(host, pads.tolist())
+        ]
+        rest = max(1, cache.state.window)
+        ends = [min(pad + len(blocks) * BLOCK, columns - rest) for pad, blocks in zip(pads.tolist(), found)]
+        end = min(ends)
+        lengths = [max(0, end - pad) for pad in pads.tolist()]
+        if not any(lengths):
+            return 0
+        self.hits += sum(lengths)
+        self._fill(cache, [blocks[: -(-n // BLOCK)] for blocks, n in zip(found, lengths)], lengths)
+        rows = cache.state.need_rows()
+        rows.extend(valid[:, :end])
+        cache.state.mark_dirty([0] * len(rows))
+        states = self._states(found, lengths, pads.tolist(), end)
+        tokens = ids[:, :end].to(cache.device)
+        cache.drafter.reread(tokens, None if mask is None else valid[:, :end], states)
+        return end
+
+    def _fill(self, cache: "OasisCache", found: list[list[int]], lengths: list[int]) -> None:
+        """Pages and summaries of rows' blocks, as if their prompts had been read."""
+        state, weight = cache.state, self.model.get_input_embeddings().weight
+        _settle(weight.device)  # other caches' writes to these pages may be on their way
+        heads, dim = self.layout.heads, self.pool.pages.shape[-1]
+        cache.rows_for(len(found))
+        for layer in cache.sparse_layers:
+            layer.lazy_initialization(*(weight.new_empty((len(found), heads, 0, dim)) for _ in range(2)))
+        store: Any = state.store
+        store.adopt([self.index.pages[blocks].permute(1, 2, 0) for blocks in found])
+        for row, (blocks, length) in enumerate(zip(found, lengths)):
+            closed = blocks[: length // BLOCK]
+            vectors = self.index.parts["vectors"][closed].to(weight.device)
+            scales = self.index.parts["scales"][closed].to(weight.device) if "scales" in self.index.parts else None
+            for at, layer in enumerate(cache.sparse_layers):
+                layer.summaries.ensure(len(closed))
+                layer.summaries.vectors[row, :, : len(closed)] = vectors[:, at].transpose(0, 1)
+                if scales is not None:
+                    layer.summaries.scales[row, :, : len(closed)] = scales[:, at].transpose(0, 1)
+        state.tick()  # as the forward that read them: what is selected is younger than what was never
+
+    def _make_store(self, rows: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> HostStore:
+        layers, most = self.layout.layers, self.config.host_capacity_tokens
+        return HostStore(layers, rows, heads, dim, dtype, device, most, self.pool)
+
+    def _states(self, found: list[list[int]], lengths: list[int], pads: list[int], end: int) -> torch.Tensor | None:
+        """`[B, end, width]` of what the drafter is told of these tokens."""
+        kept = self.index.parts.get("states")
+        if kept is None:
+            return None
+        states = kept.new_zeros((len(found), end, kept.shape[-1]))
+        for row, (blocks, length, pad) in enumerate(zip(found, lengths, pads)):
+            if length:
+                states[row, pad:end] = kept[blocks].flatten(0, 1)[:length]
+        return states
+
+    @keeps_buffers
+    def keep(self, cache: "OasisCache", ids: torch.Tensor) -> int:
+        """What a cache of this store's has read as a prompt stays here.
+
+        Args:
+            ids: `[B, T]` of all its columns.
+
+        Returns:
+            Blocks that are new here.
+
+        Raises:
+            ValueError: the cache is not of this store, holds other columns, or has decoded: what it holds then is not
+                what reading the text would give.
+        """
+        rows, state = cache.state.rows, cache.state
+        if cache.prefixes is not self or rows is None or rows.columns != ids.shape[1] or cache.stepper.decoded:
+            raise ValueError(
+                "PrefixStore.keep takes a cache of its own, made by cache() or OasisCache.from_prefix, that has read "
+                f"just these {ids.shape[1]} columns and decoded nothing."
+            )
+        told, cache.drafter.recorded = cache.drafter.recorded, None
+        if told is None and cache.drafter.state_width:
+            return 0  # kept before, or cropped: what the drafter saw of these tokens is not known any more
+        store: Any = state.store
+        store.join()
+        host, root, new = ids.detach().cpu(), bytes.fromhex(self.identity()), 0
+        for row, valid in enumerate(rows.valid):
+            own = host[row][valid]
+            names = digests(root, own[: len(own) // BLOCK * BLOCK])
+            held = self.index.find(names)
+            fresh = self._add(names, held, own)
+            if fresh:
+                first = len(held)
+                at, blocks = torch.tensor(fresh), slice(first, first + len(fresh))
+                pages = store.share(row, blocks).permute(2, 0, 1)  # [n, layers, KV heads]
+                self.index.pages[at] = pages
+                for name, kept in self.index.parts.items():
+                    kept[at] = self._part(cache, name, row, blocks, told, len(own))
+                new += len(fresh)
+        state.ready = None  # pages that stand ready may be shared from here on
+        return new
+
+    def _add(self, names: list[bytes], held: list[int], own: torch.Tensor) -> list[int]:
+        """Entries of a row's blocks behind those that are `held`, as many as there is room for."""
+        missing = len(names) - len(held)
+        room = self.index.capacity - len(self.index)
+        if missing > room:
+            self._drop(self.index.oldest(missing - room))
+        fresh: list[int] = []
+        for block in range(len(held), len(names)):
+            parent = fresh[-1] if fresh else held[-1] if held else -1
+            at = self.index.add(names[block], parent, own[block * BLOCK : (block + 1) * BLOCK])
+            if at is None:
+                break
+            fresh.append(at)
+        return fresh
+
+    def _part(
+        self, cache: "OasisCache", name: str, row: int, blocks: slice, told: list[Any] | None, length: int
+    ) -> torch.Tensor:  # fmt: skip
+        """A part of a row's blocks, `[n, *shape]` on the host."""
+        if name == "states":
+            assert told is not None
+            read = torch.cat([states[row] if valid is None else states[row][valid[row]] for states, valid in told])
+            first = blocks.start * BLOCK - (length - len(read))
+            return read[first : first + (blocks.stop - blocks.start) * BLOCK].unflatten(0, (-1, BLOCK))
+        layers = [getattr(layer.summaries, name)[row, :, blocks] for layer in cache.sparse_layers]
+        return torch.stack(layers).movedim(2, 0).cpu()
+
+    def _drop(self, entries: list[int]) -> None:
+        if entries:
+            _settle(self.model.get_input_embeddings().weight.device)  # a device may still be reading their pages
+            self.pool.release(self.index.pages[entries].flatten())
+        for at in entries:
+            self.index.drop(at)
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Everything held here, to a folder that does not exist yet. Raises OSError, PrefixFileError."""
+        from .files import save
+
+        save(self, Path(path))
+
+    def load(self, path: str | Path) -> int:
+        """What a store of the same model and knobs has saved, beside what is held. Gives the new blocks' number.
+
+        Raises:
+            PrefixFileError: another model, adapter or layout; a damaged or truncated file.
+        """
+        from .files import load
+
+        return load(self, Path(path))
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
