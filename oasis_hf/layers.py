@@ -11,7 +11,7 @@ from .config import BLOCK
 from .ops import cuda
 from .selecting import Selecting
 from .spans import span
-from .state import State, Step
+from .state import State, Step, check_kind
 from .stats import Counters
 from .store import BlockStore
 from .summaries import Summaries
@@ -28,6 +28,7 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    window: int | None = None
 
     def __init__(self, state: State, index: int) -> None:
         super().__init__()
@@ -63,6 +64,11 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
         self.summaries = Summaries(state.config, rows, heads, dim, dtype, device)
         self.counters = Counters(heads, device)
         self.device, self.heads, self.is_initialized = device, heads, True
+
+    def check_kind(self, keys: torch.Tensor) -> None:
+        """Raise ValueError where a forward's keys are of another dtype or device than what is held."""
+        if self.is_initialized:
+            check_kind(self.working_set.keys, keys)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object

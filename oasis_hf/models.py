@@ -38,11 +38,16 @@ def bundled_files() -> dict[str, Any]:
 
 
 def source(model: str | None) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for a model's id or path; None or `BUNDLED` is the bundled one. Raises
-    `ModelError` for an empty one, or as `bundled_files`."""
+    """The arguments of `from_pretrained` for a model's id, folder or GGUF file; None or `BUNDLED` is the bundled one.
+    Raises `ModelError` for an empty one, or as `bundled_files`."""
     if model is not None and not str(model).strip():
         raise ModelError(f"A model's id or path can't be empty: name one, or none for {BUNDLED}.")
-    return bundled_files() if model in (None, BUNDLED) else {"pretrained_model_name_or_path": model}
+    if model in (None, BUNDLED):
+        return bundled_files()
+    file = Path(str(model))
+    if file.suffix == ".gguf" and file.is_file():
+        return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    return {"pretrained_model_name_or_path": model}
 
 
 def load_config(model: str | None = None) -> Any:
@@ -54,12 +59,15 @@ def load_config(model: str | None = None) -> Any:
 
 
 def weightless(config: Any) -> Any:
-    """The model of a configuration, on the device "meta"."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    """The model of a configuration, on the device "meta": one that writes text, if there is one."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
-    kind = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
+    seq2seq = getattr(config, "is_encoder_decoder", False)
+    kinds: list[Any] = [AutoModelForSeq2SeqLM] if seq2seq else [AutoModelForCausalLM, AutoModelForImageTextToText]
+    own = getattr(config, "auto_map", None) or {}
+    fits = [kind for kind in (*kinds, AutoModel) if type(config) in kind._model_mapping or kind.__name__ in own]
     with torch.device("meta"):
-        return kind.from_config(config)
+        return (fits or kinds)[0].from_config(config)
 
 
 def load(

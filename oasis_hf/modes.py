@@ -15,6 +15,7 @@ from . import parallel, supported
 from .config import BLOCK, ConfigError, OasisConfig
 from .drafters import make_drafter
 from .lookahead import wants_drafts
+from .placing import placed
 from .sliding import SlidingLayer
 from .state import State
 from .store import ResidentStore
@@ -106,7 +107,7 @@ class _Load:
         config, rows, device = self.config, self.rows, torch.device("meta")
         heads, dim = supported.kv_shape(supported.text_config(self.model))
         heads = parallel.local_heads(self.model, heads)
-        dtype = self.model.get_input_embeddings().weight.dtype
+        dtype = placed(self.model).dtype
         windows = supported.layer_windows(self.model)
         sparse = sum(window is None for window in windows)
         if slots is None:  # of a model whose layers all slide, the budget does not count

@@ -62,10 +62,13 @@ def same_draws(group: dist.ProcessGroup, device: torch.device) -> None:
 _gathered: "weakref.WeakKeyDictionary[Any, dict[int, torch.Tensor]]" = weakref.WeakKeyDictionary()
 
 
-def whole(model: Any, weight: torch.Tensor) -> torch.Tensor:
-    """A weight that ranks hold parts of, gathered once a model; any other as it is. All ranks must ask."""
-    if not hasattr(weight, "full_tensor"):
-        return weight
+def is_part(weight: Any) -> bool:
+    """Whether ranks hold parts of a weight."""
+    return hasattr(weight, "full_tensor")
+
+
+def whole(model: Any, weight: Any) -> torch.Tensor:
+    """A weight that ranks hold parts of, gathered once a model. All ranks must ask."""
     have = _gathered.setdefault(model, {})
     if id(weight) not in have:
         have[id(weight)] = weight.full_tensor().detach()

@@ -37,3 +37,12 @@ class Reach:
         if self.most is None or columns + drafts <= self.most:
             return True
         return self.longrope and not self.dynamic and tokens > self.most
+
+    def check_chunks(self, chunk: int | None, tokens: int) -> None:
+        """Raise ValueError where a prompt's first chunk would be read as a short text's and its later ones as a long
+        one's."""
+        if self.longrope and chunk and self.most is not None and chunk <= self.most < tokens:
+            raise ValueError(
+                f"prefill_chunk_size={chunk} would rotate the first chunk of {tokens:,} tokens as if all were that few "
+                f"(longrope has other factors beyond {self.most:,}): use chunks above {self.most:,}, or none."
+            )

@@ -8,7 +8,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .attention import dense_attention
 from .config import TAIL
 from .ops.reference import masked_attention
-from .state import State, Step
+from .state import State, Step, check_kind
 from .tail import Entry, at_entry
 
 
@@ -43,6 +43,11 @@ class SlidingLayer(CacheLayerMixin):
         self.ring_values = value_states.new_zeros((rows, heads, self.size, value_states.shape[-1]))
         self.real = torch.zeros((rows, self.size), dtype=torch.bool, device=key_states.device)
         self.device, self.heads, self.is_initialized, self.high = key_states.device, heads, True, 0
+
+    def check_kind(self, keys: torch.Tensor) -> None:
+        """Raise ValueError where a forward's keys are of another dtype or device than what is held."""
+        if self.is_initialized:
+            check_kind(self.ring_keys, keys)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object

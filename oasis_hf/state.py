@@ -32,7 +32,7 @@ class Step:
         on_demand: select and fetch before attending; corrects: the same, in KV heads whose query has turned away.
         taking: `[B]` bool, which rows take the token; None: all. The others run along, and nothing of them changes.
         pipeline: side streams of the step that is being captured; None: it runs eagerly.
-        attended: indices of the layers that have attended in it.
+        attended: indices of the layers that have attended in it. windows: of the masks that the model has asked for.
     """
 
     mode: str
@@ -54,6 +54,7 @@ class Step:
     pipeline: Pipeline | None = None
     tick: Callable[[], None] | None = None
     attended: set[int] = field(default_factory=set)
+    windows: set[int | None] = field(default_factory=set)
     _shared: dict[Hashable, torch.Tensor] = field(default_factory=dict)
 
     def tail_mask(self, device: torch.device) -> torch.Tensor:
@@ -212,3 +213,13 @@ class State:
         other.slots, other.cap, other.block_bytes = self.slots, self.cap, self.block_bytes
         other.number, other.first_due, other.dirty_from = self.number, self.first_due, list(self.dirty_from)
         return other
+
+
+def check_kind(held: torch.Tensor, keys: torch.Tensor) -> None:
+    """Raise ValueError where a forward's keys are of another dtype or device than what a layer holds."""
+    if held.dtype != keys.dtype or held.device != keys.device:
+        was, now = (f"{str(one.dtype).removeprefix('torch.')} on {one.device}" for one in (held, keys))
+        raise ValueError(
+            f"This OasisCache holds keys in {was}, and the call gives {now}: the model was moved or cast since (to(), "
+            "half(), autocast), so make a new OasisCache."
+        )

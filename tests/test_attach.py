@@ -29,7 +29,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from oasis_hf import OasisCache, UnsupportedModelError
+from oasis_hf import OasisCache, UnsupportedModelError, supported
 from oasis_hf.attach import NAME
 
 pytestmark = pytest.mark.core
@@ -218,8 +218,8 @@ def test_a_decoder_configured_to_look_both_ways():
 def test_an_encoder_with_a_language_model_head():
     size = {name: value for name, value in _SIZE.items() if name not in ("num_key_value_heads", "head_dim")}
     model = BertLMHeadModel(BertConfig(**size)).eval()
-    with pytest.raises(UnsupportedModelError, match="attends causally only"):
-        model(prompt(1, 20), past_key_values=OasisCache(model))
+    with pytest.raises(UnsupportedModelError, match="its attention is not causal; use DynamicCache"):
+        OasisCache(model)
     decoder = BertLMHeadModel(BertConfig(**size, is_decoder=True)).eval()
     with torch.no_grad():
         got, wanted = (decoder(prompt(1, 20), past_key_values=c).logits for c in (OasisCache(decoder), None))
@@ -244,7 +244,11 @@ def test_an_encoder_with_a_language_model_head():
     ],
     ids=["diffllama", "doge", "jetmoe"],
 )  # fmt: skip
-def test_attention_that_would_be_wrong(make, cause):
+def test_attention_that_would_be_wrong(make, cause, monkeypatch):
+    """Each is known by name and refused at once; here they stand for those that are not known."""
     model = make().eval()
+    with pytest.raises(UnsupportedModelError, match="does not support .*; use DynamicCache for it[.]$"):
+        OasisCache(model)
+    monkeypatch.setattr(supported, "ODD", {})
     with pytest.raises(RuntimeError, match=f"{cause}.*: use DynamicCache for this model[.]$"):
         model(prompt(1, 20), past_key_values=OasisCache(model))

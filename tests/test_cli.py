@@ -197,14 +197,15 @@ def test_doctor_does_the_arithmetic(saved):
     config.dtype = torch.float32
     seen = findings(doctor.check_model(saved(config)))
     assert seen["supported"] == ("yes", True) and seen["class"][0] == "LlamaForCausalLM"
-    assert seen["layers"][0].startswith("3 with a working set, 0 with")
+    assert seen["layers"][0] == "3 full_attention" and seen["sparse"][0] == "3 layers with a working set"
     assert seen["one block of one KV head"][0] == "2,048 bytes"  # 2 x 16 tokens x 16 x 4 bytes
     assert seen["full KV"][0].startswith("768 bytes a token")  # 3 layers x 2 heads x 2 x 16 x 4
 
 
 def test_doctor_counts_sliding_layers(saved):
     seen = findings(doctor.check_model(saved(FAMILIES["gemma3"]().config)))
-    assert seen["layers"][0].startswith("2 with a working set, 2 with")
+    assert seen["layers"][0] == "2 sliding_attention, 2 full_attention (a window of 24 tokens)"
+    assert seen["sparse"][0].startswith("2 layers") and seen["stays dense"][0].startswith("2 layers")
 
 
 def test_doctor_says_all_that_is_unsupported(saved, capsys):

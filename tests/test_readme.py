@@ -78,6 +78,7 @@ PAGES = (
     "README.md",
     "docs/architecture.md",
     "docs/results.md",
+    "docs/support.md",
     "csrc/README.md",
     "eval/README.md",
     "eval/tasks/README.md",

@@ -106,6 +106,7 @@ def prefill_server(args: argparse.Namespace) -> int:
     import torch
 
     from ..models import load
+    from ..placing import placed
     from .handle import head_dim
     from .node import PrefillNode
     from .prefill import PrefillWorker
@@ -116,9 +117,9 @@ def prefill_server(args: argparse.Namespace) -> int:
     if not args.pool_gib > 0:
         raise ConfigError(f"--pool-gib {args.pool_gib} is not allowed: use a number above zero.")
     model, _ = load(args.model, args.device, args.dtype and getattr(torch, args.dtype))
-    weight = model.get_input_embeddings().weight
-    page = 2 * BLOCK * head_dim(model) * weight.element_size()
-    staging = StagingPool(int(args.pool_gib * 2**30) // page, head_dim(model), weight.dtype, weight.is_cuda)
+    device, dtype = placed(model)
+    page = 2 * BLOCK * head_dim(model) * dtype.itemsize
+    staging = StagingPool(int(args.pool_gib * 2**30) // page, head_dim(model), dtype, device.type == "cuda")
     worker = PrefillWorker(model, staging, checked=args.checked, **knobs)
     try:
         node = PrefillNode(worker, secret, address=address, engines=(args.engine,), tls=tls)

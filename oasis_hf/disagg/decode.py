@@ -14,6 +14,7 @@ import torch
 from .. import supported
 from ..cache import OasisCache
 from ..config import ConfigError, OasisConfig
+from ..placing import placed
 from ..resumed import Resumed
 from ..room import keeps_buffers
 from ..store.near import Far, Near, Pending
@@ -132,8 +133,8 @@ class PrefillClient:
     ) -> None:  # fmt: skip
         self.model, self.address, self.away = supported.plain_model(model), address, away
         self.config, self.seconds = (config or OasisConfig()).replace(**knobs), seconds
-        weight = self.model.get_input_embeddings().weight
-        self.pool = PagePool(head_dim(self.model), weight.dtype, weight.is_cuda, host_bytes)
+        device, dtype = placed(self.model)
+        self.pool = PagePool(head_dim(self.model), dtype, device.type == "cuda", host_bytes)
         reads = _engine(engine, Memory(self.pool.pages), secret, tls)
         try:
             self.link = Link(address, secret, terms(self.model, self.config), reads, tls, **(limits or {}))

@@ -13,6 +13,7 @@ from .. import __version__, parallel, supported
 from ..cache import OasisCache
 from ..config import BLOCK, OasisConfig
 from ..fingerprint import fingerprint
+from ..placing import placed
 from ..sliding import SlidingLayer
 from .control import Terms
 from .errors import Corrupt, Refused
@@ -34,7 +35,7 @@ def terms(model: Any, config: OasisConfig) -> Terms:
             f"split over {parallel.size(model)} ranks: load it without tp_plan, or use OasisCache(model) in each rank."
         )
     heads, dim = supported.kv_shape(supported.text_config(model))
-    dtype = model.get_input_embeddings().weight.dtype
+    dtype = placed(model).dtype
     layout = {
         "block": BLOCK, "layers": sum(window is None for window in supported.layer_windows(model)),
         "kv_heads": heads, "head_dim": dim, "dtype": _DTYPE[dtype],
@@ -116,17 +117,18 @@ def unpack(cache: OasisCache, handle: Handle) -> None:
     """
     state, count = cache.state, len(handle.ids)
     rows, model = cache.rows_for(1), supported.plain_model(cache.model)
-    weight = model.get_input_embeddings().weight
+    device, dtype = placed(model)
     layers: list[Any] = list(cache.layers)
     for index, layer in enumerate(layers):
         if isinstance(layer, SlidingLayer):
-            keys, values = (_of(handle, index, name).to(weight)[None] for name in ("keys", "values"))
+            keys, values = (_of(handle, index, name).to(device, dtype)[None] for name in ("keys", "values"))
             layer.lazy_initialization(keys, values)
             layer.keep(keys, values, count, None)
             layer.began = count - keys.shape[2]
             continue
         vectors, recent = _of(handle, index, "vectors"), _of(handle, index, "recent")
-        layer.lazy_initialization(*(weight.new_empty((1, vectors.shape[0], 0, vectors.shape[-1])) for _ in range(2)))
+        nothing = torch.empty((1, vectors.shape[0], 0, vectors.shape[-1]), device=device, dtype=dtype)
+        layer.lazy_initialization(nothing, nothing)
         layer.scaling = float(_of(handle, index, "scaling"))
         layer.summaries.ensure(count // BLOCK)
         own = layer.summaries.vectors
@@ -135,7 +137,7 @@ def unpack(cache: OasisCache, handle: Handle) -> None:
         own[0, :, : vectors.shape[1]] = vectors.to(own.device)
         if layer.summaries.scales.numel():
             layer.summaries.scales[0, :, : vectors.shape[1]] = _of(handle, index, "scales").to(own.device)
-        layer.recent = recent.to(weight)[None, :, -state.window :]
+        layer.recent = recent.to(device, dtype)[None, :, -state.window :]
         if layer.recent.shape[2] < state.window:  # the other side keeps fewer: the oldest stands for those before it
             oldest = layer.recent[:, :, :1].expand(-1, -1, state.window - layer.recent.shape[2], -1)
             layer.recent = torch.cat((oldest, layer.recent), 2)
@@ -143,7 +145,7 @@ def unpack(cache: OasisCache, handle: Handle) -> None:
     rows.extend(torch.ones((1, count - 1), dtype=torch.bool))
     state.mark_dirty([0])
     shipped = {name.removeprefix("drafter."): tensor for name, tensor in handle.state.items() if name[:8] == "drafter."}
-    cache.drafter.admit(handle.ids[None].to(weight.device), shipped)
+    cache.drafter.admit(handle.ids[None].to(device), shipped)
 
 
 def _of(handle: Handle, layer: int, name: str) -> torch.Tensor:

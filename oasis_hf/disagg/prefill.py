@@ -11,6 +11,7 @@ from .. import supported
 from ..attach import cache_name
 from ..cache import OasisCache
 from ..config import ConfigError, OasisConfig
+from ..placing import placed
 from ..store.host import HostStore, blocks_of
 from .handle import Handle, head_dim, pack, terms
 from .staging import StagingPool
@@ -95,7 +96,7 @@ class PrefillWorker:
         state.make_store = lambda rows, heads, dim, dtype, device: HostStore(
             state.sparse_layers, rows, heads, dim, dtype, device, pool=self.staging.pages_of(request)
         )
-        device, count = self.model.get_input_embeddings().weight.device, ids.shape[1]
+        device, count = placed(self.model).device, ids.shape[1]
         with cache.mode("prefill"):
             logits = self.model(ids.to(device), **{name: cache}, logits_to_keep=1).logits[0, -1]
         packed = pack(cache)

@@ -16,6 +16,7 @@ from transformers import StoppingCriteria, TextStreamer
 from .. import supported
 from ..attach import cache_name
 from ..cache import OasisCache
+from ..placing import placed
 from .decode import PrefillClient, Prefilled
 from .errors import DeadlineExceeded, DisaggError, PeerLost, PoolFull, Refused, StaleLease
 from .link import Absence
@@ -207,7 +208,7 @@ class DecodeWorker:
                 cache.reset()
 
     def _said(self, job: Job, ids: torch.Tensor, cache: OasisCache) -> dict[str, Any]:
-        device = self.model.get_input_embeddings().weight.device
+        device = placed(self.model).device
         if job.options.get("do_sample"):
             if job.seed is None:
                 job.seed = int(torch.seed()) & 0x7FFFFFFF  # decoded again it says the same

@@ -12,6 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from ..placing import placed
 from .base import DrafterError
 from .eagle3 import Eagle3Drafter
 
@@ -20,16 +21,19 @@ TABLE = Path(__file__).with_name("heads.json")
 _loaded: "weakref.WeakKeyDictionary[Any, tuple[Any, ...]]" = weakref.WeakKeyDictionary()
 
 
+def known_source(name: str) -> str | None:
+    """What the table names for a target's id on the hub or its path: a head's id, or a folder beside the table."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table.get(name) or table.get(Path(name).name)
+
+
 def known_head(model: Any) -> Eagle3Drafter | None:
     """A new drafter with the head that the table names for a model, None where it names none. A head is read once a
     model, for all caches; one that can't be had is warned of once."""
-    name = getattr(model.config, "_name_or_path", "") or ""
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
-    source = table.get(name) or table.get(Path(name).name)
+    source = known_source(getattr(model.config, "_name_or_path", "") or "")
     if source is None:
         return None
-    weight = model.get_input_embeddings().weight
-    where = source, weight.device, weight.dtype
+    where = source, *placed(model)
     have = _loaded.get(model)
     if have is None or have[:3] != where:
         have = _loaded[model] = (*where, *_load(source, model))

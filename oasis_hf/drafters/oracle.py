@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .. import supported
 from .base import Draft, Drafter, DrafterError
 
 
@@ -27,7 +28,7 @@ class OracleDrafter(Drafter):
         self.tokens = self._told = tokens
 
     def check(self, model: Any) -> None:
-        vocabulary = model.get_input_embeddings().num_embeddings
+        vocabulary = supported.text_config(model).vocab_size
         if int(self.tokens.max()) >= vocabulary:
             raise DrafterError(
                 f"OracleDrafter's tokens go up to {int(self.tokens.max())}, but the model has {vocabulary} ids: they "

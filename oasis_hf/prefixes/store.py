@@ -14,6 +14,7 @@ from .. import parallel, supported
 from ..config import BLOCK, ConfigError, OasisConfig
 from ..drafters import make_drafter
 from ..fingerprint import adapters, fingerprint
+from ..placing import placed
 from ..room import keeps_buffers
 from ..store.host import HostStore
 from ..store.pages import PagePool
@@ -66,18 +67,18 @@ class PrefixStore:
         if self.config.store != "host":
             raise ConfigError(f"PrefixStore keeps pages in host memory, not with store={self.config.store!r}.")
         self.drafter = make_drafter(drafter, self.model, self.config)
-        weight = self.model.get_input_embeddings().weight
+        device, own = placed(self.model)
         heads, dim = supported.kv_shape(supported.text_config(self.model))
         heads = parallel.local_heads(self.model, heads)
-        dtype = weight.dtype if self.config.host_dtype == "model" else getattr(torch, self.config.host_dtype)
-        self.pool = PagePool(dim, dtype, weight.is_cuda)
-        own = Summaries(self.config, 1, heads, dim, weight.dtype, torch.device("meta"))
-        own.ensure(1)
-        parts = {"vectors": ((len(windows), heads, *own.vectors.shape[3:]), own.vectors.dtype)}
-        if own.scales.numel():
-            parts["scales"] = ((len(windows), heads, *own.scales.shape[3:]), own.scales.dtype)
+        dtype = own if self.config.host_dtype == "model" else getattr(torch, self.config.host_dtype)
+        self.pool = PagePool(dim, dtype, device.type == "cuda")
+        sums = Summaries(self.config, 1, heads, dim, own, torch.device("meta"))
+        sums.ensure(1)
+        parts = {"vectors": ((len(windows), heads, *sums.vectors.shape[3:]), sums.vectors.dtype)}
+        if sums.scales.numel():
+            parts["scales"] = ((len(windows), heads, *sums.scales.shape[3:]), sums.scales.dtype)
         if self.drafter.state_width:
-            parts["states"] = ((BLOCK, self.drafter.state_width), weight.dtype)
+            parts["states"] = ((BLOCK, self.drafter.state_width), own)
         self.layout = Layout(len(windows), heads, self.pool.page_bytes, parts)
         if host_bytes < self.layout.nbytes:
             raise ConfigError(
@@ -192,18 +193,20 @@ class PrefixStore:
 
     def _fill(self, cache: "OasisCache", found: list[list[int]], lengths: list[int]) -> None:
         """Pages and summaries of rows' blocks, as if their prompts had been read."""
-        state, weight = cache.state, self.model.get_input_embeddings().weight
-        _settle(weight.device)  # other caches' writes to these pages may be on their way
+        state, (device, dtype) = cache.state, placed(self.model)
+        _settle(device)  # other caches' writes to these pages may be on their way
         heads, dim = self.layout.heads, self.pool.pages.shape[-1]
         cache.rows_for(len(found))
         for layer in cache.sparse_layers:
-            layer.lazy_initialization(*(weight.new_empty((len(found), heads, 0, dim)) for _ in range(2)))
+            layer.lazy_initialization(
+                *(torch.empty((len(found), heads, 0, dim), dtype=dtype, device=device) for _ in range(2))
+            )
         store: Any = state.store
         store.adopt([self.index.pages[blocks].permute(1, 2, 0) for blocks in found])
         for row, (blocks, length) in enumerate(zip(found, lengths)):
             closed = blocks[: length // BLOCK]
-            vectors = self.index.parts["vectors"][closed].to(weight.device)
-            scales = self.index.parts["scales"][closed].to(weight.device) if "scales" in self.index.parts else None
+            vectors = self.index.parts["vectors"][closed].to(device)
+            scales = self.index.parts["scales"][closed].to(device) if "scales" in self.index.parts else None
             for at, layer in enumerate(cache.sparse_layers):
                 layer.summaries.ensure(len(closed))
                 layer.summaries.vectors[row, :, : len(closed)] = vectors[:, at].transpose(0, 1)
@@ -297,7 +300,7 @@ class PrefixStore:
 
     def _drop(self, entries: list[int]) -> None:
         if entries:
-            _settle(self.model.get_input_embeddings().weight.device)  # a device may still be reading their pages
+            _settle(placed(self.model).device)  # a device may still be reading their pages
             self.pool.release(self.index.pages[entries].flatten())
         for at in entries:
             self.index.drop(at)

@@ -9,6 +9,7 @@ import torch
 
 from ... import parallel, supported
 from ...config import TAIL
+from ...placing import placed, plain_weight
 from .. import taps as hooks
 from ..base import Draft, Drafter, DrafterError
 from . import checkpoint, files
@@ -48,8 +49,8 @@ class Eagle3Drafter(Drafter):
     def __init__(self, head: Eagle3Head, model: Any, window: int | None = None, name: str = "eagle3") -> None:
         if window is not None and window < 1:
             raise DrafterError(f"Eagle3Drafter needs a window of at least 1 position, not {window}.")
-        weight = model.get_input_embeddings().weight
-        self.head, self.model, self.name = head.to(device=weight.device, dtype=weight.dtype), model, name
+        device, dtype = placed(model)
+        self.head, self.model, self.name = head.to(device=device, dtype=dtype), model, name
         self.taps = head.config.taps
         self.window = window or min(head.config.max_position_embeddings, LONGEST)
         self.past: Past | None = None
@@ -108,15 +109,23 @@ class Eagle3Drafter(Drafter):
         return self.past, self.tapped
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        own = self.head.config.own_embeddings
-        return self.head.embed(tokens, None if own else self._whole(self.model.get_input_embeddings()))
+        if self.head.config.own_embeddings:
+            return self.head.embed(tokens)
+        module = self.model.get_input_embeddings()
+        weight = self._weight(module)
+        return module(tokens).to(self.head.fc.weight) if weight is None else self.head.embed(tokens, weight)
 
     def _logits(self, output: torch.Tensor) -> torch.Tensor:
-        own = self.head.config.own_lm_head
-        return self.head.logits(output, None if own else self._whole(self.model.get_output_embeddings()))
+        if self.head.config.own_lm_head:
+            return self.head.logits(output)
+        module = self.model.get_output_embeddings()
+        weight = self._weight(module)
+        return module(self.head.norm(output)) if weight is None else self.head.logits(output, weight)
 
-    def _whole(self, module: Any) -> torch.Tensor:
-        return parallel.whole(self.model, module.weight)
+    def _weight(self, module: Any) -> torch.Tensor | None:
+        """A module's weight, if it may be read past the module."""
+        weight = getattr(module, "weight", None)
+        return parallel.whole(self.model, weight) if parallel.is_part(weight) else plain_weight(module)
 
     # -- a forward ------------------------------------------------------------------------------------------------
 
