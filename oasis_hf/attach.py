@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NAME = "oasis"
 _active: ContextVar["OasisCache | None"] = ContextVar("oasis_active", default=None)
-_prefilling: ContextVar[bool] = ContextVar("oasis_prefilling", default=False)
+prefilling: ContextVar[bool] = ContextVar("oasis_prefilling", default=False)
 _attachments: "weakref.WeakKeyDictionary[Any, Attachment]" = weakref.WeakKeyDictionary()
 _attaching = threading.RLock()
 _locks: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()  # of configs: models may share one
@@ -239,83 +239,6 @@ class _Forward:
         raise TypeError("A model with a live OasisCache can't be pickled: call oasis_hf.detach(model) first.")
 
 
-class _Method:
-    """Stands in for a method of the model. A copy of the model gets its own plain one, not the original's."""
-
-    def __init__(self, inner: Any) -> None:
-        functools.update_wrapper(self, inner)  # type: ignore[arg-type]
-        self.inner = inner
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(getattr(self.inner, "__self__", None)))
-        return types.MethodType(self.inner.__func__, copy) if copy is not None else self.inner
-
-
-class _Prefill(_Method):
-    """Stands in for `model._prefill`, generate's own prefill stage: what runs inside it is a prompt or a chunk of one,
-    however short. It also tells the cache which ids end a row in this call."""
-
-    def __call__(self, input_ids: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
-        from .cache import OasisCache
-
-        cache: Any = next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
-        if isinstance(cache, OasisCache):
-            chunk = getattr(generation_config, "prefill_chunk_size", None)
-            cache.stepper.reach.check_chunks(chunk, input_ids.shape[1])
-            ends = getattr(generation_config, "eos_token_id", None)
-            pad = getattr(generation_config, "_pad_token_tensor", None)
-            cache.stepper.ends = tuple(ends) if isinstance(ends, (list, tuple)) else (ends,) if ends is not None else ()
-            cache.stepper.pad = int(pad) if pad is not None else None
-            ranks = ranks_of(cache.model)
-            if ranks is not None and getattr(generation_config, "do_sample", False):
-                parallel.same_draws(ranks, cache.device)
-        prefixes = cache.prefixes if isinstance(cache, OasisCache) else None
-        if prefixes is not None:
-            whole = getattr(generation_config, "prefill_chunk_size", None) is None
-            prefixes.before(cache, input_ids, model_kwargs, whole)
-        token = _prefilling.set(True)
-        try:
-            out = self.inner(input_ids, generation_config, model_kwargs, *args, **kwargs)
-        finally:
-            _prefilling.reset(token)
-        if prefixes is not None:
-            prefixes.after(cache, input_ids, model_kwargs)
-        return out
-
-
-class _Prepare(_Method):
-    """Stands in for `model.prepare_inputs_for_generation`. A model whose RoPE takes other factors for a longer text
-    (Phi-3) leaves the cache out where the text grows over that length, or begins beyond it, and gives all ids anew:
-    they are ours to read again."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from .cache import OasisCache
-
-        inputs = self.inner(*args, **kwargs)
-        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
-        if isinstance(cache, OasisCache) and not any(inputs.get(name) is not None for name in CACHE_NAMES):
-            if kwargs.get("next_sequence_length") is not None:  # transformers 5.17 left the old tokens out all the same
-                inputs = self.inner(*args, **{**kwargs, "next_sequence_length": None})
-            cache.crop(-cache.get_seq_length())
-            inputs[cache_name(cache.model)] = cache
-        return inputs
-
-
-class _Batch(_Method):
-    """Stands in for `model.generate_batch`, where generate goes too with `cache_implementation="paged"`: continuous
-    batching keeps a cache of its own and would leave ours unused without a word."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from .cache import OasisCache
-
-        if any(isinstance(kwargs.get(name), OasisCache) for name in CACHE_NAMES):
-            raise ValueError(
-                "Continuous batching (generate_batch, cache_implementation='paged') keeps a paged cache of its own and "
-                "can't use an OasisCache: leave one of the two out."
-            )
-        return self.inner(*args, **kwargs)
-
-
 def _flatten(bound: inspect.BoundArguments) -> dict[str, Any]:
     call = dict(bound.arguments)
     for name, parameter in bound.signature.parameters.items():
@@ -336,10 +259,7 @@ def active_cache() -> "OasisCache | None":
 
 def in_prefill() -> bool:
     """Whether generate's own prefill stage is running."""
-    return _prefilling.get()
-
-
-_METHODS = {"_prefill": _Prefill, "prepare_inputs_for_generation": _Prepare, "generate_batch": _Batch}
+    return prefilling.get()
 
 
 class Attachment:
@@ -352,12 +272,14 @@ class Attachment:
 
     def place(self, model: Any) -> None:
         """Hang it on, unless it hangs there outermost."""
+        from .generating import METHODS
+
         if self.placed and model.__dict__.get("forward") is self.placed["forward"]:
             return
         self.remove(model)
-        self.own = {name: model.__dict__[name] for name in ("forward", *_METHODS) if name in model.__dict__}
+        self.own = {name: model.__dict__[name] for name in ("forward", *METHODS) if name in model.__dict__}
         self.placed = {"forward": _Forward(model, model.forward)}
-        for name, wrapper in _METHODS.items():
+        for name, wrapper in METHODS.items():
             if hasattr(model, name):
                 self.placed[name] = wrapper(getattr(model, name))
         model.__dict__.update(self.placed)

@@ -37,7 +37,7 @@ VERSION = "1.3.0"
 """Of nixl-cu13, on both ends: another one crashes the server when it reads."""
 
 PROGRESS_US = 5000
-"""How long the target's progress thread sleeps in poll(2), which a request ends: with the wrapper's 0 it spins a core."""
+"""How long the target's progress thread sleeps in poll(2), which a request ends: the wrapper's 0 spins a core."""
 
 YIELDING = 0.002
 """Seconds that a waiting reader asks without sleeping: nothing else moves its side of a TCP read. It lets others run

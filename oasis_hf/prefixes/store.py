@@ -15,6 +15,7 @@ from ..config import BLOCK, ConfigError, OasisConfig
 from ..drafters import make_drafter
 from ..fingerprint import adapters, fingerprint
 from ..placing import placed
+from ..reach import Reach
 from ..room import keeps_buffers
 from ..store.host import HostStore
 from ..store.pages import PagePool
@@ -50,7 +51,8 @@ class PrefixStore:
 
     Raises:
         ConfigError: host_bytes holds not even one block, another store than "host"; as `OasisCache` does.
-        UnsupportedModelError: the model has sliding-window layers, or can't be served at all.
+        UnsupportedModelError: the model has sliding-window layers or RoPE that scales by the text's length, or can't
+            be served at all.
     """
 
     def __init__(
@@ -63,6 +65,12 @@ class PrefixStore:
             raise supported.UnsupportedModelError(
                 f"PrefixStore does not support {type(self.model).__name__}: its sliding-window layers keep a prompt's "
                 "last tokens alone, and a prefix ends before them; use OasisCache(model)."
+            )
+        reach = Reach(self.model, supported.text_config(self.model))
+        if reach.dynamic or reach.longrope:
+            raise supported.UnsupportedModelError(
+                f"PrefixStore does not support {type(self.model).__name__}: its RoPE rotates a prefix by how far the "
+                "whole text goes, so that it is another one in a longer text; use OasisCache(model)."
             )
         if self.config.store != "host":
             raise ConfigError(f"PrefixStore keeps pages in host memory, not with store={self.config.store!r}.")
@@ -150,7 +158,7 @@ class PrefixStore:
         if rows is None or cache.stepper.decoded or rows.columns != ids.shape[1]:
             return
         if not any(call[name] is not None for name in call.keys() - _KNOWN):
-            self.keep(cache, ids)
+            self._keep(cache, ids)
 
     @keeps_buffers
     def admit(self, cache: "OasisCache", ids: torch.Tensor, mask: torch.Tensor | None = None) -> int:
@@ -234,21 +242,28 @@ class PrefixStore:
         """What a cache of this store's has read as a prompt stays here.
 
         Args:
-            ids: `[B, T]` of all its columns.
+            ids: `[B, T]` of all its columns, none of them padding: whether its positions counted in a loop of one's own
+                is not known here.
 
         Returns:
             Blocks that are new here.
 
         Raises:
-            ValueError: the cache is not of this store, holds other columns, or has decoded: what it holds then is not
-                what reading the text would give.
+            ValueError: the cache is not of this store, holds other columns or padding, or has decoded: what it holds
+                then is not what reading the text would give.
         """
-        rows, state = cache.state.rows, cache.state
-        if cache.prefixes is not self or rows is None or rows.columns != ids.shape[1] or cache.stepper.decoded:
+        rows = cache.state.rows
+        read = rows is not None and rows.columns == ids.shape[1] and bool(rows.valid.all())
+        if cache.prefixes is not self or not read or cache.stepper.decoded:
             raise ValueError(
                 "PrefixStore.keep takes a cache of its own, made by cache() or OasisCache.from_prefix, that has read "
-                f"just these {ids.shape[1]} columns and decoded nothing."
+                f"just these {ids.shape[1]} columns without padding and decoded nothing."
             )
+        return self._keep(cache, ids)
+
+    @keeps_buffers
+    def _keep(self, cache: "OasisCache", ids: torch.Tensor) -> int:
+        rows, state = cache.state.need_rows(), cache.state
         told, cache.drafter.recorded = cache.drafter.recorded, None
         if told is None and cache.drafter.state_width:
             return 0  # kept before, or cropped: what the drafter saw of these tokens is not known any more
