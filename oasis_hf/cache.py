@@ -69,6 +69,7 @@ class OasisCache(Report, Padding, Committing, Cache):
             )
         self.model = model
         self.prefixes: PrefixStore | None = None
+        self.admitted: tuple[bytes, torch.Tensor] | None = None  # whose prefix it took from there, and its ids
         self.drafter: Drafter = make_drafter(drafter, model, config)
         config = settled(config, self.drafter)
         kept = recent_window(config, self.drafter.always)
@@ -333,6 +334,8 @@ class OasisCache(Report, Padding, Committing, Cache):
         if self._watched is not None:
             other._snapshots = list(self._snapshots)
         other.state = self.state.fork()
+        if self.prefixes is not None:  # its pages are the store's, whenever it takes some
+            other.state.make_store = self.state.make_store
         other.layers = [layer.fork(other.state) for layer in self.layers]
         other.drafter = self.drafter.fork()
         other.stepper = Stepper(other)

@@ -34,7 +34,7 @@ class _Prefill(_Method):
     however short. It also tells the cache which ids end a row in this call."""
 
     def __call__(self, input_ids: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = _ours(model_kwargs)
+        cache, keeps = _ours(model_kwargs), False
         if cache is not None:
             chunk = getattr(generation_config, "prefill_chunk_size", None)
             cache.stepper.reach.check_chunks(chunk, input_ids.shape[1])
@@ -46,14 +46,14 @@ class _Prefill(_Method):
             if ranks is not None and getattr(generation_config, "do_sample", False):
                 parallel.same_draws(ranks, cache.device)
             if cache.prefixes is not None:
-                cache.prefixes.before(cache, input_ids, model_kwargs, whole=chunk is None)
+                keeps = cache.prefixes.before(cache, input_ids, model_kwargs, whole=chunk is None)
         token = prefilling.set(True)
         try:
             out = self.inner(input_ids, generation_config, model_kwargs, *args, **kwargs)
         finally:
             prefilling.reset(token)
-        if cache is not None and cache.prefixes is not None:
-            cache.prefixes.after(cache, input_ids, model_kwargs)
+        if cache is not None and cache.prefixes is not None and keeps:
+            cache.prefixes.after(cache, input_ids)
         return out
 
 

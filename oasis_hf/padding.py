@@ -62,6 +62,7 @@ class Padding:
     def _hide(self, row: int, kept: torch.Tensor) -> None:
         """Take tokens out of the middle of a row: what follows them moves up."""
         self.stepper.forget()
+        self.stepper.decoded = True  # what follows has seen what goes
         self.settle()
         state, rows = self.state, self.state.need_rows()
         stays = kept[rows.valid[row]]  # by the row's own token

@@ -38,7 +38,7 @@ class Stepper(Recall):
         skipped: forwards saved by memoised acceptance. left_out: how often a row was, because its token was known while
             others needed a forward. passes, passed: how often a row of `oasis_hf.generate` was
             verified, and how many tokens it got of that, a pass's own included.
-        decoded: whether anything but a prompt was read.
+        decoded: whether it may hold anything but a prompt as it is read: a step's tokens, or a prompt that lost some.
         ends, pad: ids that end a row and that it is fed after its end, as the running generate call has them.
     """
 

@@ -166,6 +166,16 @@ def test_by_hand():
             prefixes.keep(wrong, columns)
 
 
+def test_a_text_behind_the_prefix_of_another_is_not_kept():
+    model, ids = tiny("llama"), prompt(1, 100)
+    prefixes = PrefixStore(model, ROOM, **KNOBS)
+    generate(model, ids, prefixes.cache(), 1)
+    other = joined(prompt(1, 96, 7), prompt(1, 40, 8))
+    generate(model, other, OasisCache.from_prefix(prefixes, ids), 1)
+    assert len(prefixes) == 6
+    assert torch.equal(generate(model, other, prefixes.cache()), generate(model, other, OasisCache(model, **KNOBS)))
+
+
 def test_what_a_working_set_has_written_is_not_kept():
     model, ids = tiny("llama"), prompt(1, 100)
     prefixes = PrefixStore(model, ROOM, **KNOBS)

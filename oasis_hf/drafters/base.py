@@ -82,6 +82,10 @@ class Drafter:
         `[B, q, state_width]` on the host, what was recorded when it did."""
         self.observe(tokens, torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device), valid)
 
+    def states_of(self) -> str:
+        """What `reread`'s states are made by, beside the model: equal for those that may serve each other."""
+        return ""
+
     def propose(self, tokens: torch.Tensor, lengths: torch.Tensor, count: int) -> Draft:
         """`count` tokens that may follow. tokens: `[B]`, each row's new token, at position `lengths` `[B]`; not yet
         observed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,10 +35,9 @@ def save(store: "PrefixStore", path: Path) -> None:
         PrefixFileError: there is something at `path`. OSError.
     """
     if path.exists():
-        raise PrefixFileError(f"{str(path)!r} exists: a prefix store is saved to a new folder.")
+        raise _exists(path)
     index, identity = store.index, store.identity()
-    part = path.with_name(f"{path.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")  # nobody else's
     part.mkdir(parents=True)
     try:
         files: list[dict[str, Any]] = []
@@ -55,9 +55,15 @@ def save(store: "PrefixStore", path: Path) -> None:
         told = {"format": FORMAT, "identity": identity, "blocks": len(place), "files": files}
         (part / "index.json").write_text(json.dumps(told, indent=1))
         part.rename(path)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError) and path.exists():
+            raise _exists(path) from error
         raise
+
+
+def _exists(path: Path) -> PrefixFileError:
+    return PrefixFileError(f"{str(path)!r} exists: a prefix store is saved to a new folder.")
 
 
 def _own(store: "PrefixStore", identity: str) -> list[int]:
@@ -94,11 +100,16 @@ def load(store: "PrefixStore", path: Path) -> int:
         for i, (ids, parent) in enumerate(zip(tensors["ids"], tensors["parent"].tolist())):
             name = digests(root if parent < 0 else names[parent], ids)[0]
             names.append(name)
-            at, above = index.entry.get(name), -1 if parent < 0 else entries[parent]
+            # Looked up, not only asked for: what a younger block stands on must not go before it.
+            at, above = next(iter(index.find([name])), None), -1 if parent < 0 else entries[parent]
             if at is None and above is not None:
                 at = index.add(name, above, ids)
                 if at is not None:
-                    pages = store.pool.allocate(store.layout.layers * store.layout.heads)
+                    try:
+                        pages = store.pool.allocate(store.layout.layers * store.layout.heads)
+                    except BaseException:
+                        index.drop(at)
+                        raise
                     store.pool.pages[pages] = tensors["pages"][i].flatten(0, 1)
                     index.pages[at] = pages.view(store.layout.layers, store.layout.heads)
                     for part, kept in index.parts.items():
@@ -113,6 +124,8 @@ def _told(path: Path) -> dict[str, Any]:
         told = json.loads((path / "index.json").read_text())
         if told["format"] != FORMAT:
             raise PrefixFileError(f"{str(path)!r} has format {told['format']}, not {FORMAT}: another version saved it.")
+        if not isinstance(told["files"], list):
+            raise ValueError("its list of files is none")
         return {name: told[name] for name in ("identity", "blocks", "files")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, PrefixFileError):

@@ -12,6 +12,7 @@ import torch
 
 from ..config import BLOCK
 from ..store.pages import PageNumbers
+from ..summaries import Summaries
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 
@@ -38,6 +39,18 @@ class Layout:
     heads: int
     page_bytes: int
     parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+    @classmethod
+    def of(cls, layers: int, sums: Summaries, page_bytes: int, states: int, dtype: torch.dtype) -> "Layout":
+        """Of pages, summaries such as `sums`, and so many values a token in `dtype` for the drafter, if any."""
+        sums.ensure(1)
+        heads = sums.vectors.shape[1]
+        parts = {"vectors": ((layers, heads, *sums.vectors.shape[3:]), sums.vectors.dtype)}
+        if sums.scales.numel():
+            parts["scales"] = ((layers, heads, *sums.scales.shape[3:]), sums.scales.dtype)
+        if states:
+            parts["states"] = ((BLOCK, states), dtype)
+        return cls(layers, heads, page_bytes, parts)
 
     @property
     def nbytes(self) -> int:

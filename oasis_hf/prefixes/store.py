@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from .. import parallel, supported
 from ..config import BLOCK, ConfigError, OasisConfig
 from ..drafters import make_drafter
-from ..fingerprint import adapters, fingerprint
-from ..placing import placed
+from ..fingerprint import adapters, fingerprint, mixed
+from ..placing import autocast_to, placed
 from ..reach import Reach
 from ..room import keeps_buffers
 from ..store.host import HostStore
 from ..store.pages import PagePool
 from ..summaries import Summaries
+from .calls import are_text
 from .index import Index, Layout, digests, release
 
 if TYPE_CHECKING:
     from ..cache import OasisCache
 
-_KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "past_key_values", "cache"}
-"""Arguments of a prompt's forward beside its ids. With any other, the same ids may mean another text."""
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _alone(method: _Method) -> _Method:
+    """Of threads that share a store one at a time: what one has looked up must not go before it has its pages."""
+
+    @functools.wraps(method)
+    def run(self: "PrefixStore", *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 class PrefixStore:
@@ -55,6 +69,7 @@ class PrefixStore:
             be served at all.
     """
 
+    @keeps_buffers
     def __init__(
         self, model: Any, host_bytes: int, config: OasisConfig | None = None, drafter: Any = None, **knobs: Any
     ) -> None:  # fmt: skip
@@ -74,24 +89,19 @@ class PrefixStore:
             )
         if self.config.store != "host":
             raise ConfigError(f"PrefixStore keeps pages in host memory, not with store={self.config.store!r}.")
+        self._lock = threading.RLock()
         self.drafter = make_drafter(drafter, self.model, self.config)
         device, own = placed(self.model)
         heads, dim = supported.kv_shape(supported.text_config(self.model))
-        heads = parallel.local_heads(self.model, heads)
         dtype = own if self.config.host_dtype == "model" else getattr(torch, self.config.host_dtype)
         self.pool = PagePool(dim, dtype, device.type == "cuda")
-        sums = Summaries(self.config, 1, heads, dim, own, torch.device("meta"))
-        sums.ensure(1)
-        parts = {"vectors": ((len(windows), heads, *sums.vectors.shape[3:]), sums.vectors.dtype)}
-        if sums.scales.numel():
-            parts["scales"] = ((len(windows), heads, *sums.scales.shape[3:]), sums.scales.dtype)
-        if self.drafter.state_width:
-            parts["states"] = ((BLOCK, self.drafter.state_width), own)
-        self.layout = Layout(len(windows), heads, self.pool.page_bytes, parts)
-        if host_bytes < self.layout.nbytes:
+        sums = Summaries(self.config, 1, parallel.local_heads(self.model, heads), dim, own, torch.device("meta"))
+        self.layout = Layout.of(len(windows), sums, self.pool.page_bytes, self.drafter.state_width, own)
+        if type(host_bytes) is not int or host_bytes < self.layout.nbytes:
+            told = f"{host_bytes:,}" if type(host_bytes) is int else repr(host_bytes)
             raise ConfigError(
-                f"PrefixStore.host_bytes={host_bytes:,} is not allowed: one block of this model takes "
-                f"{self.layout.nbytes:,} bytes."
+                f"PrefixStore.host_bytes={told} is not allowed: one block of this model takes {self.layout.nbytes:,} "
+                "bytes, and their number is an integer."
             )
         self.host_bytes = host_bytes
         self.hits = self.asked = 0
@@ -99,7 +109,8 @@ class PrefixStore:
         self._open()
 
     def _open(self) -> None:
-        self.index = Index(self.layout, self.host_bytes // self.layout.nbytes)
+        pages = self.layout.layers * self.layout.heads
+        self.index = Index(self.layout, min(self.host_bytes // self.layout.nbytes, self.pool.capacity // pages))
         self._finalizer = weakref.finalize(self, release, self.pool, self.index)
 
     @property
@@ -111,6 +122,8 @@ class PrefixStore:
         """Blocks held."""
         return len(self.index)
 
+    @_alone
+    @keeps_buffers
     def clear(self) -> None:
         """Forget all, as after a change of the model's weights; caches keep what they use."""
         self._finalizer()
@@ -123,7 +136,7 @@ class PrefixStore:
         if at_work not in self._prints:
             told = [
                 fingerprint(self.model), at_work, self.config.scorer, self.config.tokens_per_summary,
-                [str(one) for one in self.layout.parts.values()], str(self.pool.pages.dtype),
+                [str(one) for one in self.layout.parts.values()], str(self.pool.pages.dtype), self.drafter.states_of(),
             ]  # fmt: skip
             self._prints[at_work] = hashlib.sha256(json.dumps(told).encode()).hexdigest()
         return self._prints[at_work]
@@ -141,25 +154,33 @@ class PrefixStore:
 
     def begin(self, cache: "OasisCache") -> None:
         """A cache of this store's is empty, and what its drafter sees of the next prompt will be wanted."""
-        cache.drafter.recorded = [] if cache.drafter.state_width else None
+        cache.drafter.recorded, cache.admitted = [] if cache.drafter.state_width else None, None
 
     # -- around a prompt's forward ------------------------------------------------------------------------------------
 
-    def before(self, cache: "OasisCache", ids: torch.Tensor, call: dict[str, Any], whole: bool) -> None:
+    def before(self, cache: "OasisCache", ids: torch.Tensor, call: dict[str, Any], whole: bool) -> bool:
         """generate is about to read a prompt. call: what the model is given beside its ids. whole: it is read at
-        once."""
-        if cache.get_seq_length() or not whole or any(call[name] is not None for name in call.keys() - _KNOWN):
-            return
-        self.admit(cache, ids, call.get("attention_mask"))
+        once.
 
-    def after(self, cache: "OasisCache", ids: torch.Tensor, call: dict[str, Any]) -> None:
+        Returns:
+            Whether all that the cache will hold is these ids: `after` may keep it.
+        """
+        held = cache.get_seq_length()
+        if held and any(layer.recent is not None for layer in cache.sparse_layers):
+            return False  # a forward of the caller's own has read that
+        if autocast_to(cache.device) is not None or mixed(self.model) or not are_text(ids, call):
+            return False
+        if whole and not held:
+            self.admit(cache, ids, call.get("attention_mask"))
+        return True
+
+    def after(self, cache: "OasisCache", ids: torch.Tensor) -> None:
         """It has been read."""
         rows = cache.state.rows
-        if rows is None or cache.stepper.decoded or rows.columns != ids.shape[1]:
-            return
-        if not any(call[name] is not None for name in call.keys() - _KNOWN):
+        if rows is not None and not cache.stepper.decoded and rows.columns == ids.shape[1]:
             self._keep(cache, ids)
 
+    @_alone
     @keeps_buffers
     def admit(self, cache: "OasisCache", ids: torch.Tensor, mask: torch.Tensor | None = None) -> int:
         """An empty cache of this store's holds of a prompt what is known here, but for its last tokens: those are to be
@@ -169,8 +190,15 @@ class PrefixStore:
             ids: `[B, T]`. mask: `[B, T]`, 0 for padding, which must be on the left; None: there is none.
 
         Returns:
-            Columns that the cache then holds, of T.
+            Columns that the cache then holds, of T; under autocast, whose keys and values are others, 0.
+
+        Raises:
+            ValueError: ids of another shape.
         """
+        if ids.ndim != 2:
+            raise ValueError(f"PrefixStore takes ids of shape [rows, tokens], not {list(ids.shape)}.")
+        if autocast_to(cache.device) is not None:
+            return 0
         columns = ids.shape[1]
         valid = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.detach().to("cpu", torch.bool)
         pads = columns - valid.sum(1)
@@ -194,6 +222,7 @@ class PrefixStore:
         rows = cache.state.need_rows()
         rows.extend(valid[:, :end])
         cache.state.mark_dirty([0] * len(rows))
+        cache.admitted = root, host[:, :end].clone()
         states = self._states(found, lengths, pads.tolist(), end)
         tokens = ids[:, :end].to(cache.device)
         cache.drafter.reread(tokens, None if mask is None else valid[:, :end], states)
@@ -206,9 +235,10 @@ class PrefixStore:
         heads, dim = self.layout.heads, self.pool.pages.shape[-1]
         cache.rows_for(len(found))
         for layer in cache.sparse_layers:
-            layer.lazy_initialization(
-                *(torch.empty((len(found), heads, 0, dim), dtype=dtype, device=device) for _ in range(2))
-            )
+            if not layer.is_initialized:  # else its buffers stay, as reset() has it
+                layer.lazy_initialization(
+                    *(torch.empty((len(found), heads, 0, dim), dtype=dtype, device=device) for _ in range(2))
+                )
         store: Any = state.store
         store.adopt([self.index.pages[blocks].permute(1, 2, 0) for blocks in found])
         for row, (blocks, length) in enumerate(zip(found, lengths)):
@@ -249,42 +279,62 @@ class PrefixStore:
             Blocks that are new here.
 
         Raises:
-            ValueError: the cache is not of this store, holds other columns or padding, or has decoded: what it holds
-                then is not what reading the text would give.
+            ValueError: the cache is not of this store, holds other columns or padding, was read under autocast, or has
+                decoded: what it holds then is not what reading the text would give.
         """
         rows = cache.state.rows
         read = rows is not None and rows.columns == ids.shape[1] and bool(rows.valid.all())
+        own = placed(self.model).dtype
+        read = read and all(layer.working_set.keys.dtype == own for layer in cache.sparse_layers)
         if cache.prefixes is not self or not read or cache.stepper.decoded:
             raise ValueError(
                 "PrefixStore.keep takes a cache of its own, made by cache() or OasisCache.from_prefix, that has read "
-                f"just these {ids.shape[1]} columns without padding and decoded nothing."
+                f"just these {ids.shape[1]} columns, without padding or autocast, and decoded nothing."
             )
+        self.index.tick()
         return self._keep(cache, ids)
 
+    @_alone
     @keeps_buffers
     def _keep(self, cache: "OasisCache", ids: torch.Tensor) -> int:
         rows, state = cache.state.need_rows(), cache.state
         told, cache.drafter.recorded = cache.drafter.recorded, None
         if told is None and cache.drafter.state_width:
             return 0  # kept before, or cropped: what the drafter saw of these tokens is not known any more
+        host, root = ids.detach().cpu(), bytes.fromhex(self.identity())
+        if cache.admitted is not None:
+            at_work, began = cache.admitted
+            if root != at_work or not torch.equal(began, host[:, : began.shape[1]]):
+                return 0  # another text follows what it took from here, or another adapter read that
         store: Any = state.store
         store.join()
-        host, root, new = ids.detach().cpu(), bytes.fromhex(self.identity()), 0
+        new = 0
         for row, valid in enumerate(rows.valid):
             own = host[row][valid]
             names = digests(root, own[: len(own) // BLOCK * BLOCK])
             held = self.index.find(names)
+            if told is not None and len(held) * BLOCK < len(own) - self._read(told, row):
+                continue  # blocks that it took from here have gone since: their states are not its own to give
             fresh = self._add(names, held, own)
             if fresh:
                 first = len(held)
                 at, blocks = torch.tensor(fresh), slice(first, first + len(fresh))
-                pages = store.share(row, blocks).permute(2, 0, 1)  # [n, layers, KV heads]
-                self.index.pages[at] = pages
-                for name, kept in self.index.parts.items():
-                    kept[at] = self._part(cache, name, row, blocks, told, len(own))
+                try:
+                    for name, kept in self.index.parts.items():
+                        kept[at] = self._part(cache, name, row, blocks, told, len(own))
+                    self.index.pages[at] = store.share(row, blocks).permute(2, 0, 1)  # [n, layers, KV heads]
+                except BaseException:  # what is not whole must not be found
+                    for one in fresh:
+                        self.index.drop(one)
+                    raise
                 new += len(fresh)
         state.ready = None  # pages that stand ready may be shared from here on
         return new
+
+    @staticmethod
+    def _read(told: list[Any], row: int) -> int:
+        """Tokens of a row that its drafter was shown by the model, the last ones of it."""
+        return sum(states.shape[1] if valid is None else int(valid[row].sum()) for states, valid in told)
 
     def _add(self, names: list[bytes], held: list[int], own: torch.Tensor) -> list[int]:
         """Entries of a row's blocks behind those that are `held`, as many as there is room for."""
@@ -322,20 +372,25 @@ class PrefixStore:
 
     # -- files --------------------------------------------------------------------------------------------------------
 
+    @_alone
     def save(self, path: str | Path) -> None:
-        """Everything held here, to a folder that does not exist yet. Raises OSError, PrefixFileError."""
+        """What is held of the model and the adapters at work now, to a new folder. Raises OSError, PrefixFileError."""
         from .files import save
 
         save(self, Path(path))
 
+    @_alone
+    @keeps_buffers
     def load(self, path: str | Path) -> int:
         """What a store of the same model and knobs has saved, beside what is held. Gives the new blocks' number.
 
         Raises:
-            PrefixFileError: another model, adapter or layout; a damaged or truncated file.
+            PrefixFileError: another model, adapter or layout; a damaged or truncated file. HostMemoryError: there is no
+                memory for more; what was read until then stays.
         """
         from .files import load
 
+        _settle(placed(self.model).device)  # a device may still be writing pages that are free again
         return load(self, Path(path))
 
 

@@ -249,12 +249,13 @@ class HostStore(BlockStore):
 
     def adopt(self, pages: list[torch.Tensor]) -> None:
         """Rows, empty so far, hold pages `[layers, KV heads, n]` of the pool that others hold too."""
+        self.reset()  # of an attempt that came to nothing
         layers, rows, heads, _ = self.table.shape
         table = torch.full((layers, rows, heads, max(own.shape[2] for own in pages)), -1, dtype=torch.int64)
         for row, own in enumerate(pages):
             table[:, row, :, : own.shape[2]] = own
-            self.pool.retain(own.flatten())
         self._set_table(table)
+        self.pool.retain(table[table >= 0])
         self.blocks, self._shared = [own.shape[2] for own in pages], True
 
     def share(self, row: int, blocks: slice) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from ... import parallel, supported
 from ...config import TAIL
+from ...fingerprint import weights
 from ...placing import placed, plain_weight
 from .. import taps as hooks
 from ..base import Draft, Drafter, DrafterError
@@ -213,6 +214,9 @@ class Eagle3Drafter(Drafter):
         assert states is not None
         starts = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
         self._read_whole(tokens, states.to(self.head.fc.weight), starts, valid)
+
+    def states_of(self) -> str:
+        return f"{self.taps} {weights(self.head)}"
 
     def accept(
         self, tokens: torch.Tensor, starts: torch.Tensor, valid: torch.Tensor | None, entries: torch.Tensor
