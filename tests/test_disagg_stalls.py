@@ -69,7 +69,10 @@ class Node:
         self.model = tiny("llama")
         self.staging = StagingPool(2000, 16, torch.float32, ttl=20.0, quarantine=0.5)
         self.prefill = PrefillWorker(self.model, self.staging, **KNOBS)
-        self.server = PoolServer(self.staging, SECRET, self.prefill.terms, engines=(engine,), silence=silence)
+        # 5 s of grace, as usual, and 5 of silence would end in the middle of a stall of 10.
+        self.server = PoolServer(
+            self.staging, SECRET, self.prefill.terms, engines=(engine,), silence=silence, reader_grace=20.0
+        )
         self.proxy = Proxy(self.server.address[1]) if engine == "tcp" else None
         self.client = PrefillClient(
             self.model, self.proxy.address if self.proxy else self.server.address, SECRET, engine, away=away,
@@ -119,13 +122,13 @@ class At(LogitsProcessor):
 LONG = pytest.mark.slow
 CASES = [  # seconds: of silence, until a lost node is given up, of the stall; whether the request outlives it
     pytest.param("tcp", 2.0, 0.3, 0.8, True),
-    pytest.param("tcp", 1.5, 0.3, 3.5, False),
+    pytest.param("tcp", 1.5, 0.3, 6.0, False),
     pytest.param("tcp", 1.5, 10.0, 2.5, True),
-    pytest.param("tcp", 5.0, 2.0, 10.0, False, marks=LONG),
+    pytest.param("tcp", 5.0, 1.0, 10.0, False, marks=LONG),
     pytest.param("tcp", 5.0, 10.0, 10.0, True, marks=LONG),
     pytest.param("nixl", 2.0, 0.3, 0.8, True, marks=[LONG, needs_nixl]),
-    pytest.param("nixl", 1.5, 0.3, 3.5, False, marks=needs_nixl),
-    pytest.param("nixl", 5.0, 2.0, 10.0, False, marks=[LONG, needs_nixl]),
+    pytest.param("nixl", 1.5, 0.3, 6.0, False, marks=needs_nixl),
+    pytest.param("nixl", 5.0, 1.0, 10.0, False, marks=[LONG, needs_nixl]),
     pytest.param("nixl", 5.0, 10.0, 10.0, True, marks=[LONG, needs_nixl]),
 ]
 
@@ -148,7 +151,7 @@ def test_a_link_that_stalls_in_mid_decode(engine, silence, away, stall, outlives
             with pytest.raises((PeerLost, DeadlineExceeded)):
                 generate(model, ids, cache, COUNT, logits_processor=[begin])
             took = time.monotonic() - node.began
-            assert took < silence + away + 1.5 and timers[0].is_alive(), "sooner than the stall's end"
+            assert took < silence + away + 4 and timers[0].is_alive(), "sooner than the stall's end"
         assert cache.state.store.pool.read > before, "there were blocks to wait for"
         thread.join()
         assert torch.equal(beside[0], want), "a request of another node is unharmed"
