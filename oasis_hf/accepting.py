@@ -8,6 +8,7 @@ what else it has to be told of the round. Both graphs stand or fall together: th
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,26 +104,59 @@ def accepting(cache: "OasisCache", text: Text, greedily: bool) -> Accepting | No
     Args:
         greedily: choose by the highest logit and end where `text` says, if that is all there is to it.
     """
-    memo, graphs = cache.stepper.memo, cache.graphs
-    if graphs.last is None or memo is None or graphs.unaccepted is not None or text.ids.device != cache.device:
+    memo = cache.stepper.memo
+    if memo is None or text.ids.device != cache.device:
         return None
     drafts, greedily = memo.drafts, greedily and text.plain
+
+    def make() -> Accepting:
+        counts = torch.zeros(len(text.tokens), dtype=torch.int64, device=cache.device)
+        have = Accepting(counts, torch.ones_like(counts) if memo.others else None)
+        if greedily:
+            have.left, have.ends = text.left.clone(), text.ends.clone()
+        return have
+
+    key = drafts, memo.others, len(text.ends) if greedily else None
+    have = _behind(cache, text.ahead(drafts), key, drafts, make)
+    if have is not None and have.left is not None and have.ends is not None:
+        have.left.copy_(text.left)
+        have.ends.copy_(text.ends)
+    return have
+
+
+def entering(cache: "OasisCache") -> Accepting | None:
+    """The graph that commits one entry of the last step's tail in every row, each its own, which `first` tells: for
+    loops that feed a token a call. None: as `accepting` has it; layers with a sliding window hang on the host."""
+    rows = cache.state.need_rows()
+    if len(cache.sparse_layers) < len(cache.layers) or rows.taking is not None:
+        return None
+
+    def make() -> Accepting:
+        counts = torch.ones(len(rows), dtype=torch.int64, device=cache.device)
+        return Accepting(counts, torch.ones_like(counts))
+
+    return _behind(cache, [1] * len(rows), "one", 1, make)
+
+
+def _behind(
+    cache: "OasisCache", room: list[int], key: Any, drafts: int, make: Callable[[], Accepting]
+) -> Accepting | None:
+    """The graph under `key` of the step that just ran, captured if it is not there, and room for so many tokens more a
+    row."""
+    graphs = cache.graphs
+    if graphs.last is None or graphs.unaccepted is not None:
+        return None
     try:
-        cache.make_room_for(text.ahead(drafts))
+        cache.make_room_for(room)
     except (MemoryError, torch.OutOfMemoryError):  # as many as are accepted may find room
         return None
     step = graphs.behind(cache)
     if step is None:
         return None
-    key = drafts, memo.others, len(text.ends) if greedily else None
     with torch.inference_mode(False), torch.no_grad():  # it outlives the call
         have = step.accepting.get(key)
         if have is None:
-            counts = torch.zeros(len(text.tokens), dtype=torch.int64, device=cache.device)
-            first = torch.ones_like(counts) if memo.others else None
-            have = Accepting(counts, first)
-            if greedily:
-                have.left, have.ends = text.left.clone(), text.ends.clone()
+            have = make()
             try:
                 have.capture(cache, step, drafts)
             except (RuntimeError, ValueError) as error:
@@ -130,7 +164,4 @@ def accepting(cache: "OasisCache", text: Text, greedily: bool) -> Accepting | No
                 logger.warning("drafts are accepted without a CUDA graph: it could not be captured (%s)", error)
                 return None
             step.accepting[key] = have
-        if have.left is not None and have.ends is not None:
-            have.left.copy_(text.left)
-            have.ends.copy_(text.ends)
     return have

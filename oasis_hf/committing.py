@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from .accepting import entering
 from .room import Room, keeps_buffers
 from .tail import APART, Entry
+
+if TYPE_CHECKING:
+    from .cache import OasisCache
 
 
 class Committing(Room):
@@ -60,6 +64,23 @@ class Committing(Room):
             rows.append_ahead(takes, counts)
         tail.last = entry if isinstance(entry, int) else APART
         self._tell_drafter([entry], starts, None if takes is None else counts)
+
+    @keeps_buffers
+    def commit_found(self, entries: list[int], found: torch.Tensor) -> None:
+        """`commit_entry` of each row's own, known to the host and `[B]` on the model's device: by a CUDA graph behind a
+        replayed step."""
+        alike, tail, cache = len(set(entries)) == 1, self.stepper.tail, cast("OasisCache", self)
+        behind = entering(cache)
+        if behind is None:
+            return self.commit_entry(entries[0] if alike else found)
+        behind.replay((behind.counts, found))
+        rows = self.state.need_rows()
+        if behind.notes:
+            self.drafter.noted(1)
+        else:
+            self._tell_drafter([found], rows.lengths(self.device) - 1, None)
+        rows.advance(1, on_device=False)
+        tail.last = entries[0] if alike else APART
 
     @keeps_buffers
     def commit_rows(

@@ -253,7 +253,7 @@ class StepGraphs:
         call: dict[str, Any], step: Step, shape: tuple[Any, ...],
     ) -> "_Ran":  # fmt: skip
         """One more eager step, beside which the layers are compiled for its shape."""
-        with span("compile"), layers.tried():
+        with span("compile"), layers.tried(), cache.drafter.compiled():
             output = forward(call, step)
         self._compiled[shape] = layers
         if layers.failed is not None:
@@ -309,7 +309,6 @@ class StepGraphs:
         streams = (self._stream, *self._pipeline.streams)
         for stream in streams:
             cuda.reserve(stream)
-        placed = contextlib.nullcontext() if layers is None else layers.placed()
         step.pipeline = pipeline = self._pipeline
 
         def whole() -> Any:
@@ -326,7 +325,10 @@ class StepGraphs:
                 raise
 
         try:
-            with placed:
+            with contextlib.ExitStack() as compiled:
+                if layers is not None:
+                    compiled.enter_context(layers.placed())
+                    compiled.enter_context(cache.drafter.compiled())
                 graph, output = self.capture(device, whole)
         except BaseException:
             step.pipeline = None

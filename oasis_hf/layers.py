@@ -204,7 +204,7 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
         if self._append_fused(keys, values, lengths, age):
             return
         slot, wasted = self.working_set.append_from_tail(entry, lengths, age, opens)
-        some = self.state.need_rows().taking is not None
+        some = tokens is None or self.state.need_rows().taking is not None
         self.store.append(self.index, lengths, keys, values, some)
         if opens:
             self.counters.add("wasted", wasted.sum(0))

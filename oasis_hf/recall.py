@@ -85,7 +85,7 @@ class Recall:
         if _ENDED in entries:
             entries = [fill if entry == _ENDED else entry for entry in entries]
             found = torch.where(found == _ENDED, fill, found)
-        self.cache.commit_entry(entries[0] if len(set(entries)) == 1 else found)
+        self.cache.commit_found(entries, found)
         memo.stand(entries, found)
         self.skipped += 1
         logits = memo.logits_of(found)

@@ -8,6 +8,7 @@ import torch
 from test_eagle3_cache import folder, target  # noqa: F401
 from test_generation import Sometimes, truth
 from test_graphs import collects, fake_cuda  # noqa: F401
+from test_memo import Several
 from test_replays import inputs_of, replays  # noqa: F401
 from tiny import prompt, tiny
 
@@ -274,3 +275,31 @@ def test_captured_inside_inference_mode_and_replayed_outside(accepts, verify):
     mask = torch.cat((inputs["attention_mask"], torch.ones(3, 20, dtype=torch.long)), 1)
     assert torch.equal(oasis_hf.generate(model, first, attention_mask=mask, max_new_tokens=20, **kwargs), want)
     assert cache.graphs.replays > 8
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("rows", [[100], [100, 90, 61], [64, 64]], ids=str)
+@pytest.mark.parametrize("drafter, budget, candidates", [(Sometimes, 2064, 1), (Several, 2064, 3), (Sometimes, 112, 1)])
+def test_one_token_a_call_is_committed_by_a_graph_too(accepts, rows, drafter, budget, candidates):
+    """transformers' own loop: what was drafted comes in calls without a forward."""
+    model, inputs, knobs = tiny("llama"), inputs_of(rows), {"budget": budget, "lookahead": "on_demand"}
+    call = {**inputs, "max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    free = model.generate(**call, past_key_values=OasisCache(model, graphs=False, **knobs))
+    known = torch.nn.utils.rnn.pad_sequence(
+        [one[max(rows) - n :] for one, n in zip(free, rows)], batch_first=True, padding_value=-1
+    )
+    texts, caches = [], []
+    for graphs in (False, True):
+        cache = OasisCache(
+            model, graphs=graphs, compile_after=None, speculate=True, draft_tokens=3, candidates=candidates,
+            drafter=drafter(known), **knobs,
+        )  # fmt: skip
+        texts.append(model.generate(**call, past_key_values=cache))
+        caches.append(cache)
+    assert torch.equal(*texts) and caches[0].stepper.skipped == caches[1].stepper.skipped
+    same(*caches)
+    count = sum(one.graph.count for one in accepts)
+    if budget < 160:  # the union of several tokens' blocks is another working set, and so another text
+        assert count > 1
+    else:
+        assert torch.equal(texts[0], free) and count > 0.6 * caches[1].stepper.skipped > 9

@@ -38,6 +38,7 @@ from tiny import tiny
 from oasis_hf import DrafterError, OasisCache, detach
 from oasis_hf.capturable import hooked
 from oasis_hf.drafters import Eagle3Drafter
+from oasis_hf.drafters.eagle3 import fused
 from oasis_hf.drafters.taps import Tap
 from oasis_hf.fused import fused_layers
 
@@ -453,3 +454,29 @@ class Told(Eagle3Drafter):
             elif others and place == 0:
                 told[row, : len(after)] = torch.tensor(after)
         return draft._replace(tokens=told, others=rivals)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_its_steps_are_compiled_where_layers_are(folder, monkeypatch, fails):
+    """Those that can't be stay as they are, for good."""
+    asked = []
+
+    def compiled(piece):
+        asked.append(piece)
+        if fails:
+            raise RuntimeError("no compiler\nhere")
+        return piece
+
+    monkeypatch.setattr(fused, "_compiled", compiled)
+    cache = opened(folder, ids(2, 20))
+    token, lengths = torch.tensor([3, 5]), torch.tensor([20, 20])
+    plain = cache.drafter.propose(token, lengths, 3)
+    assert not asked
+    for _ in range(2):
+        with cache.drafter.compiled():
+            assert torch.equal(cache.drafter.propose(token, lengths, 3).tokens, plain.tokens)
+    if fails:
+        assert len(asked) == 1 and cache.drafter.pieces.failed == "RuntimeError: no compiler"
+    else:
+        assert set(asked) == {fused.project, fused.attend, fused.finish, fused.best}
+        assert cache.drafter.pieces.failed is None

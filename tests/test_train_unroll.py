@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import VOCAB
 
+from oasis_hf.drafters.eagle3 import fused
 from oasis_hf.drafters.eagle3.head import Eagle3Head, HeadConfig
 from oasis_hf.drafters.eagle3.past import Past
 from oasis_hf.train import attention
@@ -56,10 +57,10 @@ def one_at_a_time(head, embeddings, batch, taps, window, row):
     start, t = int(batch.starts[row]), int(batch.positions[row])
     past = Past(1, head.config, window, torch.float32, torch.device("cpu"))
     for at in range(t + 1):  # the ring forgets what is too old by itself
-        fused = head.fuse(list(taps[start + at].chunk(3)))[None, None]
+        joined = head.fuse(list(taps[start + at].chunk(3)))[None, None]
         token = batch.ids[None, None, start + at + 1]
         position = torch.tensor([[at]])
-        query, keys, values, residual = head.project(embeddings[token], fused, position)
+        query, keys, values, residual = head.project(embeddings[token], joined, position)
         past.write(keys, values, position, torch.ones(1, 1, dtype=torch.bool))
     outs = []
     for step in range(STEPS):
@@ -68,7 +69,8 @@ def one_at_a_time(head, embeddings, batch, taps, window, row):
             position = torch.tensor([[t + step]])
             query, keys, values, residual = head.project(embeddings[token], head.state(outs[-1]), position)
             past.chain(keys, values, position, step - 1)
-        outs.append(head.finish(past.attend(query, torch.tensor([[t + step]])), residual))
+        seen = fused.attend(query, past.keys, past.values, past.at, torch.tensor([[t + step]]), window)
+        outs.append(head.finish(seen, residual))
     return torch.cat(outs)[:, 0]
 
 

@@ -29,7 +29,7 @@ class PrefillWorker:
         checked: publish a CRC-32 of each page, which the decode side then checks.
 
     Raises:
-        ConfigError: pages of another kind, or a store in the config.
+        ConfigError: pages of another kind, or not pinned where the model is on a GPU, or a store in the config.
     """
 
     def __init__(
@@ -40,6 +40,8 @@ class PrefillWorker:
         self.config = (config or OasisConfig()).replace(**knobs)
         if self.config.store != "host" or self.config.host_dtype != "model":
             raise ConfigError("PrefillWorker keeps pages in its staging pool as they are: leave store and host_dtype.")
+        if placed(self.model).device.type == "cuda" and not staging.pool.pin:
+            raise ConfigError("A model on a GPU writes its pages by itself: make the pool StagingPool(..., pin=True).")
         self._reserved: dict[str, int] = {}
         self.terms = terms(self.model, self.config)
         layout = self.terms.layout

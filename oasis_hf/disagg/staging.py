@@ -90,10 +90,9 @@ class StagingPool:
     can still be running.
 
     Args:
-        capacity: pages. head_dim: D. dtype: of the pages. pin: register with CUDA.
+        capacity: pages. head_dim: D. dtype: of the pages. pin: register with CUDA, as a model on a GPU needs it.
         ttl: seconds of a lease. quarantine: seconds from a lease's end until its pages are reused, more than the
-        longest
-            deadline of a read.
+            longest deadline of a read.
         clock: seconds, monotonic.
         on_end: called with a request and why it ended, "released" or "expired"; it must not wait.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -118,6 +119,10 @@ class Drafter:
         entries: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """The device's part of `observe`, where `hold` gave tensors; with entries, that of `accept`."""
+
+    def compiled(self) -> AbstractContextManager[None]:
+        """Its work on the device runs compiled inside: while a step with compiled layers is tried, and captured."""
+        return nullcontext()
 
     def noted(self, count: int) -> None:
         """The host's part, after the step, and once more after the commit of `count` drafts at most."""

@@ -10,7 +10,7 @@ from test_generate import generate
 from test_model import model, on_gpu  # noqa: F401
 from tiny import left_padded, prompt
 
-from oasis_hf import OasisCache, PrefixStore
+from oasis_hf import ConfigError, OasisCache, PrefixStore
 from oasis_hf.disagg import PoolServer, PrefillClient, PrefillWorker, StagingPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -26,12 +26,14 @@ def same(one, other):
     assert torch.equal(one.sequences, other.sequences)
 
 
-SECRET, KNOBS = b"a secret of the tests", {"budget": 112, "drafter": "prompt_lookup"}
+SECRET, KNOBS = b"a secret of the tests", {"budget": 112}
 
 
 def test_a_prompt_that_was_read_elsewhere(model):  # noqa: F811
     ids = on_gpu({"input_ids": prompt(1, 300), "attention_mask": torch.ones((1, 300), dtype=torch.long)})
-    staging = StagingPool(4000, model.config.head_dim, model.dtype)
+    with pytest.raises(ConfigError, match="pin=True"):
+        PrefillWorker(model, StagingPool(40, model.config.head_dim, model.dtype), **KNOBS)
+    staging = StagingPool(4000, model.config.head_dim, model.dtype, pin=True)
     worker = PrefillWorker(model, staging, **KNOBS)
     with PoolServer(staging, SECRET, worker.terms) as server:
         client = PrefillClient(model, server.address, SECRET, **KNOBS)
@@ -61,6 +63,9 @@ def test_a_prefix_that_a_store_holds(model, graphs):  # noqa: F811
         assert again.graphs.replays > 40, again.graphs.refused
     # What goes on behind the prefix, and branches of it, leave the shared pages as they are.
     branch = copy.deepcopy(again)
-    generate(model, {"input_ids": torch.cat((out.sequences, inputs["input_ids"]), 1)}, branch, max_new_tokens=20)
+    ids = torch.cat((out.sequences, inputs["input_ids"]), 1)
+    mask = torch.ones_like(ids)
+    mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
+    generate(model, {"input_ids": ids, "attention_mask": mask}, branch, max_new_tokens=20)
     torch.cuda.synchronize()
     assert torch.equal(prefixes.pool.pages[prefixes.index.pages[held]], pages)

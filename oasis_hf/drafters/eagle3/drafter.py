@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from ...fingerprint import weights
 from ...placing import placed, plain_weight
 from .. import taps as hooks
 from ..base import Draft, Drafter, DrafterError
-from . import checkpoint, files
+from . import checkpoint, files, fused
 from .head import Eagle3Head
 from .past import Past
 
@@ -60,6 +61,7 @@ class Eagle3Drafter(Drafter):
         self._wrote = False  # `propose` has written the keys and values that `note` would
         self._prompt: dict[int, torch.Tensor] = {}  # of the prompt or chunk under way, by tap
         self._picked: _Picked | None = None
+        self.pieces = fused.Pieces()
 
     @classmethod
     def from_pretrained(
@@ -109,19 +111,26 @@ class Eagle3Drafter(Drafter):
             self.tapped = weight.new_zeros((len(self.taps), rows, TAIL, config.target_hidden_size))
         return self.past, self.tapped
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.head.config.own_embeddings:
-            return self.head.embed(tokens)
-        module = self.model.get_input_embeddings()
-        weight = self._weight(module)
-        return module(tokens).to(self.head.fc.weight) if weight is None else self.head.embed(tokens, weight)
+    def _project(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        module, own = self.model.get_input_embeddings(), self.head.config.own_embeddings
+        weight = None if own else self._weight(module)
+        if own or weight is not None:
+            return self.pieces.run(fused.project, self.head, tokens, hidden, positions, weight)
+        return self.head.project(module(tokens).to(self.head.fc.weight), hidden, positions)
 
-    def _logits(self, output: torch.Tensor) -> torch.Tensor:
-        if self.head.config.own_lm_head:
-            return self.head.logits(output)
-        module = self.model.get_output_embeddings()
-        weight = self._weight(module)
-        return module(self.head.norm(output)) if weight is None else self.head.logits(output, weight)
+    def _finish(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and the state for the next of a chain."""
+        module, own = self.model.get_output_embeddings(), self.head.config.own_lm_head
+        weight = None if own else self._weight(module)
+        if own or weight is not None:
+            return self.pieces.run(fused.finish, self.head, attended, residual, weight)
+        output = self.head.finish(attended, residual)
+        return module(self.head.norm(output)), self.head.state(output)
+
+    def compiled(self) -> AbstractContextManager[None]:
+        return self.pieces.compiled()
 
     def _weight(self, module: Any) -> torch.Tensor | None:
         """A module's weight, if it may be read past the module."""
@@ -154,18 +163,19 @@ class Eagle3Drafter(Drafter):
         rivals = probabilities = None
         past.forget_chain()
         for step in range(count):
-            query, keys, values, residual = head.project(self._embed(token), hidden, position + step)
+            query, keys, values, residual = self._project(token, hidden, position + step)
             if step == 0:
                 past.write(keys, values, position, torch.ones_like(position, dtype=torch.bool))
             else:
                 past.chain(keys, values, position + step, step - 1)
-            output = head.finish(past.attend(query, position + step), residual)
-            logits, hidden = self._logits(output), head.state(output)
+            held = past.keys, past.values, past.at
+            attended = self.pieces.run(fused.attend, query, *held, position + step, past.window)
+            logits, hidden = self._finish(attended, residual)
             if step == 0 and others:
                 probabilities, index = logits[:, 0].float().softmax(-1).topk(1 + others, -1)
                 token, rivals = head.target_ids(index).split((1, others), 1)
             else:
-                token = head.target_ids(logits.argmax(-1))
+                token = self.pieces.run(fused.best, head, logits)
             drafts.append(token)
         past.mark(position, known[:, None])
         self._wrote = True
@@ -178,14 +188,14 @@ class Eagle3Drafter(Drafter):
         self._picked = None
         weight = self.head.fc.weight
         if tokens is not None and len(prompt) == len(self.taps):
-            fused = self.head.fuse([prompt[layer].to(weight) for layer in self.taps])
+            joined = self.head.fuse([prompt[layer].to(weight) for layer in self.taps])
             if picked is not None:
                 tokens = picked.take(tokens)
             if self.recorded is None:
-                self._read(tokens, fused, starts, picked)
+                self._read(tokens, joined, starts, picked)
             else:
-                self.recorded.append((fused.cpu(), valid))
-                self._read_whole(tokens, fused, starts, valid)
+                self.recorded.append((joined.cpu(), valid))
+                self._read_whole(tokens, joined, starts, valid)
         else:
             past.crop(starts)  # what stands there now is not known
 
@@ -241,13 +251,13 @@ class Eagle3Drafter(Drafter):
         if entries is not None:
             index = entries[None, ..., None].expand(*self.tapped.shape[:2], -1, self.tapped.shape[3])
             tapped = self.tapped.gather(2, index)
-        self._extend(tokens, self.head.fuse(list(tapped)), starts, valid, wrote)
+        self._extend(tokens, self.pieces.run(fused.fuse, self.head, list(tapped)), starts, valid, wrote)
 
     def noted(self, count: int) -> None:
         self._tail_tapped = True
 
     def _extend(
-        self, tokens: torch.Tensor, fused: torch.Tensor, starts: torch.Tensor, real: torch.Tensor | None,
+        self, tokens: torch.Tensor, joined: torch.Tensor, starts: torch.Tensor, real: torch.Tensor | None,
         wrote: bool = False,
     ) -> None:  # fmt: skip
         """Tokens `[B, q]` and the fused states of their positions `[B, q, H]`, the first at `starts` `[B]`, those where
@@ -257,11 +267,11 @@ class Eagle3Drafter(Drafter):
         positions = starts[:, None] + torch.arange(tokens.shape[1], device=starts.device)
         if not wrote:
             state, known = past.state(starts - 1)
-            hidden = torch.cat((state[:, None], fused[:, :-1]), 1)
-            _, keys, values, _ = self.head.project(self._embed(tokens), hidden, positions - 1)
+            hidden = torch.cat((state[:, None], joined[:, :-1]), 1)
+            _, keys, values, _ = self._project(tokens, hidden, positions - 1)
             known = torch.cat((known[:, None], torch.ones_like(positions[:, 1:], dtype=torch.bool)), 1)
             past.write(keys, values, positions - 1, known, real)
-        past.remember(fused, positions, real)
+        past.remember(joined, positions, real)
 
     # -- what a cache does ----------------------------------------------------------------------------------------
 

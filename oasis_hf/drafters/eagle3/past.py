@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from ...config import TAIL
 from .head import HeadConfig
@@ -113,16 +112,6 @@ class Past:
     def mark(self, positions: torch.Tensor, known: torch.Tensor) -> None:
         """What stands at `positions` `[B, 1]` counts where `known` `[B, 1]`."""
         self.at.scatter_(1, positions % self.ring, torch.where(known, positions, -1))
-
-    def attend(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """query `[B, 1, heads, D]` at `positions` `[B, 1]` sees the window that ends there. Returns
-        `[B, 1, heads * D]`."""
-        rows, heads, dim = len(self), self.keys.shape[1], self.keys.shape[3]
-        # Before a row's first token there is nothing: it sees what is empty, so that no output is nan.
-        seen = (self.at >= positions.clamp(max=0)) & (self.at <= positions) & (self.at > positions - self.window)
-        grouped = query.reshape(rows, heads, -1, dim)  # one query's heads as queries: they see the same
-        out = F.scaled_dot_product_attention(grouped, self.keys, self.values, attn_mask=seen[:, None, None])
-        return out.reshape(rows, 1, -1)
 
     # -- what a cache does ----------------------------------------------------------------------------------------
 
