@@ -172,10 +172,13 @@ def generated(model: Any, head: Eagle3Head, rows: int, drafts: int, loop: str, s
 
 
 def drafter_share(model: Any, head: Eagle3Head, rows: int, args: Any) -> dict[str, Any]:
-    """What one draft of the head adds to the replayed step."""
+    """What one draft of the head adds to the replayed step, which scores the same queries without it."""
     times = {}
     for name, drafter in (("without", Injected(1)), ("with", Eagle3Drafter(head, model))):
-        config = OasisConfig(compile_after=0 if args.compile else None, fetch_ratio=args.fetched / 128)
+        config = OasisConfig(
+            compile_after=0 if args.compile else None, fetch_ratio=args.fetched / 128,
+            lookahead=dict(Eagle3Drafter.lookahead),
+        )  # fmt: skip
         with forced_misses(True):
             cache = bench.filled(model, config, rows, args.context, 4, drafter)
             times[name] = bench.step_ms(model, cache, 20)[0]

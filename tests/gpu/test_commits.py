@@ -86,7 +86,7 @@ def test_a_heads_steps_are_compiled_with_the_layers(model):  # noqa: F811
     def both(piece, *args):
         plain = piece(*args)
         out = run(piece, *args)
-        if drafter.pieces._on:
+        if drafter.pieces._on and not torch.cuda.is_current_stream_capturing():
             ran.append(piece)
             if piece is not fused.best:  # where two are as high, rounding decides
                 for a, b in zip(*((one,) if isinstance(one, torch.Tensor) else one for one in (out, plain))):
