@@ -70,7 +70,25 @@ def lookahead(folder: Path) -> list[str]:
     ]
 
 
-BLOCKS = {"speed": speed, "lookahead": lookahead}
+def speculation(folder: Path) -> list[str]:
+    """Times the tokens a second of the same loop without drafts."""
+    told, rows = _read(folder, "speculation"), []
+    for loop in ("oasis_hf.generate", "model.generate"):
+        for drafts in sorted({one["drafts"] for one in told["runs"] if one["drafts"] and one["loop"] == loop}):
+            mine = {one["rows"]: one for one in told["runs"] if (one["loop"], one["drafts"]) == (loop, drafts)}
+            times = [f"{mine[count]['times_without']:.2f}" if count in mine else "" for count in (1, 8, 32)]
+            rows.append([f"`{loop}`", str(drafts), *times])
+    share = sum(one["share"] for one in told["share_of_a_draft"]) / len(told["share_of_a_draft"])
+    return [
+        *tables.markdown([("", ["tokens/s, times those without", "drafts", "1 row", "8 rows", "32 rows"], rows)]),
+        _wrapped(
+            f"Qwen3-8B's shape on an H200, {told['context']:,} tokens a row, C = {told['fetched']}; drafts are "
+            f"accepted as often as the shipped head's are for SmolLM2, and each takes {share:.1%} of a step."
+        ),
+    ]
+
+
+BLOCKS = {"speed": speed, "lookahead": lookahead, "speculation": speculation}
 
 
 def filled(text: str, folder: Path) -> str:

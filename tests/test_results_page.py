@@ -168,8 +168,20 @@ def test_scripts_whose_results_are_not_kept_yet():
 
 
 def test_the_readme_s_blocks_are_all_there():
-    with pytest.raises(ValueError, match="blocks of results are speed: use speed, lookahead"):
+    with pytest.raises(ValueError, match="blocks of results are speculation, speed: use speed, lookahead, speculation"):
         results_readme.filled(README.replace("<!-- results: lookahead -->", ""), RESULTS)
+
+
+def test_the_readme_tells_speculations_gains(tmp_path):
+    """A line a loop and number of drafts, a column a number of rows."""
+    run = {"loop": "oasis_hf.generate", "rows": 8, "drafts": 2, "times_without": 1.5}
+    told = {"runs": [run, {**run, "rows": 1, "times_without": 1.75}, {**run, "drafts": 0},
+                     {**run, "loop": "model.generate", "rows": 1, "drafts": 3, "times_without": 1.25}],
+            "share_of_a_draft": [{"share": 0.05}, {"share": 0.03}], "context": 16384, "fetched": 6}  # fmt: skip
+    (tmp_path / "speculation.json").write_text(json.dumps(told))
+    lines = results_readme.speculation(tmp_path)
+    assert "| `oasis_hf.generate` | 2 | 1.75 | 1.50 |  |\n| `model.generate` | 3 | 1.25 |  |  |" in lines[0]
+    assert "each takes 4.0% of a step" in " ".join(lines[-1].split())
 
 
 def stated(pattern):
