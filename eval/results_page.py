@@ -28,6 +28,7 @@ import report_tables as tables
 import results_readme
 import results_tables as of
 import rows
+import tensor_parallel
 from report_tables import Lines, Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,6 +134,10 @@ SECTIONS = (
             "The same shape; blocks move as often as the trace of SmolLM2 says.", of.bench),
     Section("rows", rows.TITLE, "python eval/rows.py --out eval/results",
             "The paper's Fig. 11, with its points and dense vLLM's on the chart.", _sweep(rows.lines), draw=rows.draw),
+    Section("tensor_parallel", tensor_parallel.TITLE,
+            "torchrun --nproc-per-node 2 eval/tensor_parallel.py --out eval/results",
+            "A model split over two GPUs of one host with NCCL in the captured step, against one of them; and rows of "
+            "one GPU whose full KV is all in host memory.", _sweep(tensor_parallel.lines), draw=tensor_parallel.draw),
     Section("reasoning", reasoning.TITLE, "python eval/reasoning.py --out eval/results",
             "The paper's Fig. 13: steps timed at chosen lengths and summed up, checked by a real run.",
             _sweep(reasoning.lines), draw=reasoning.draw),

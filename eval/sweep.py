@@ -114,8 +114,7 @@ class Sweep:
             self.rows, self.runs = before["rows"], before["provenance"]
         self.runs.append(provenance(self.args.device))
         if self.args.device == "cuda":
-            whole = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, self.args.memory_gb * 1e9 / whole))
+            limit(self.args.memory_gb)
 
     @property
     def path(self) -> Path | None:
@@ -162,6 +161,12 @@ class Sweep:
         if self.path is not None:
             write(self.path.with_suffix(".md"), self.title, result, tables(result))
             draw(result, self.path.with_suffix(".png"))
+
+
+def limit(memory_gb: float) -> None:
+    """Of the GPU's memory this process takes so much at most."""
+    whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gb * 1e9 / whole))
 
 
 def find(rows: list[Row], part: str, /, **key: Any) -> Row | None:

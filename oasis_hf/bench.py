@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +19,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from . import __version__
-from .attach import cache_name
+from . import __version__, parallel
+from .attach import cache_name, ranks_of
 from .cache import OasisCache
 from .config import BLOCK, ConfigError, OasisConfig
 from .drafters.base import Drafter
 from .forced import Injected, fetches_of, forced_misses, mean_fetched, parts, traced
 from .lookahead import predicts_blocks
-from .store.host import HostStore
+from .store import HostStore, PagePool
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": dict(
@@ -110,12 +112,12 @@ class Ceilings:
 
 
 def hbm_bytes(model: Any, cache: OasisCache, context: int, predicts: bool, attends: bool = True) -> int:
-    """What a step must read of the device's memory: weights, K and V of the working set where it attends and, where it
-    predicts, the summaries of closed blocks."""
+    """What a step must read of this rank's device's memory: weights, K and V of the working set where it attends and,
+    where it predicts, the summaries of closed blocks."""
     skipped = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is skipped
-    total = sum(weight.nbytes for weight in model.parameters() if tied or weight is not skipped)
+    total = sum(parallel.local(weight).nbytes for weight in model.parameters() if tied or weight is not skipped)
     for layer in cache.sparse_layers:
         if attends:
             total += layer.working_set.keys.nbytes + layer.working_set.values.nbytes
@@ -145,23 +147,37 @@ def random_model(shape: str, device: str = "cuda", dtype: torch.dtype = torch.bf
 
 
 def filled(
-    model: Any, config: OasisConfig, rows: int, context: int, pool_gib: float, drafter: Any = None
+    model: Any, config: OasisConfig, rows: int, context: int, pool_gib: float | PagePool, drafter: Any = None
 ) -> OasisCache:
-    """A cache as after a prompt of `context` tokens a row, without having run one."""
+    """A cache as after a prompt of `context` tokens a row, without having run one.
+
+    Args:
+        pool_gib: of pages that stand for the full KV; or pages for all of it, each block its own.
+    """
     cache = OasisCache(model, config, drafter=drafter)
     state = cache.state
     text = model.config.get_text_config(decoder=True)
-    heads, dim = text.num_key_value_heads, text.head_dim
+    heads, dim = parallel.local_heads(model, text.num_key_value_heads), text.head_dim
+    queries = parallel.local_heads(model, text.num_attention_heads)
     device, dtype = cache.device, next(model.parameters()).dtype
     state.open_rows(rows).extend(torch.ones((rows, context), dtype=torch.bool))
     keys = torch.empty((rows, heads, 1, dim), dtype=dtype, device=device)
+    if isinstance(pool_gib, PagePool):
+        whole: Any = pool_gib
+        state.make_store = lambda rows, heads, dim, dtype, device: HostStore(
+            state.sparse_layers, rows, heads, dim, dtype, device, pool=whole
+        )
     store = state.open_store(keys)
     assert isinstance(store, HostStore)
     blocks = -(-context // BLOCK) + (DENSE_ROOM // BLOCK)
-    pages = store.pool.allocate(int(pool_gib * 2**30) // store.pool.page_bytes)
-    store.pool.pages[: len(pages)].fill_(0.01)
-    layers = store.table.shape[0]
-    store._set_table(torch.randint(len(pages), (layers, rows, heads, blocks)))
+    extent = (store.table.shape[0], rows, heads, blocks)
+    if isinstance(pool_gib, PagePool):
+        pages = pool_gib.allocate(math.prod(extent))
+        store._set_table(pages[torch.randperm(len(pages))].view(extent))
+    else:
+        pages = store.pool.allocate(int(pool_gib * 2**30) // store.pool.page_bytes)
+        store.pool.pages[: len(pages)].fill_(0.01)
+        store._set_table(torch.randint(len(pages), extent))
     store.blocks = [blocks] * rows
     for layer in cache.sparse_layers:
         layer.lazy_initialization(keys, keys)
@@ -183,9 +199,7 @@ def filled(
             chance = torch.rand((rows * heads, last), device=device).argsort(1)[:, : slots - 1]
             own.table[:, :, : slots - 1] = chance.view(rows, heads, -1)
             own.table[:, :, slots - 1] = last
-        layer.recent = torch.randn(rows, text.num_attention_heads, 1, dim, dtype=dtype, device=device).repeat(
-            1, 1, state.window, 1
-        )
+        layer.recent = torch.randn(rows, queries, 1, dim, dtype=dtype, device=device).repeat(1, 1, state.window, 1)
         layer.scaling = dim**-0.5
     ids = torch.randint(text.vocab_size, (rows, context), device=device)
     cache.drafter.observe(ids, torch.zeros(rows, dtype=torch.int64, device=device), None)
@@ -195,13 +209,14 @@ def filled(
 
 
 class _Timed:
-    """A graph whose replays are timed. times: their events."""
+    """A graph whose replays are timed. times: their events; meet: called before each."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: torch.cuda.CUDAGraph, meet: Callable[[], None]) -> None:
+        self.graph, self.meet = graph, meet
         self.times: list[Span] = []
 
     def replay(self) -> None:
+        self.meet()
         with between(self.times):
             self.graph.replay()
 
@@ -240,27 +255,34 @@ def median(times: list[Span]) -> float:
 @torch.no_grad()
 def step_ms(model: Any, cache: OasisCache, steps: int) -> tuple[float, float]:
     """Median milliseconds of a decode step: its replay alone, and as its caller sees it with no work between steps. On
-    a CPU nothing is replayed, and both are the call's."""
+    a CPU nothing is replayed, and both are the call's. Ranks that a model is split over begin their replays together,
+    so that none's holds the wait for another's Python."""
     rows, on_gpu = len(cache.state.need_rows()), cache.device.type == "cuda"
     token = torch.full((rows, 1), 7, device=cache.device)
     calls: list[Span] = []
-    warm = WARM[cache.device.type]
+    warm, group = WARM[cache.device.type], ranks_of(model)
+    together = torch.zeros(1, device=cache.device)
+
+    def meet() -> None:
+        if group is not None:
+            dist.all_reduce(together, group=group)
+
     for step in range(steps + warm):
         if step == warm:
             calls.clear()
-            for one in cache.graphs.captured.values():
-                one.graph = _Timed(one.graph)  # type: ignore[assignment]
+            for step_graph in cache.graphs.captured.values():
+                step_graph.graph = _Timed(step_graph.graph, meet)  # type: ignore[assignment]
         at = torch.full_like(token, cache.get_seq_length())
         with between(calls, on_gpu):
             model(input_ids=token, position_ids=at, **{cache_name(model): cache}, logits_to_keep=1)
         if on_gpu:
             torch.cuda.synchronize()
-    replays = [time for one in cache.graphs.captured.values() for time in getattr(one.graph, "times", ())]
+    replays = [time for have in cache.graphs.captured.values() for time in getattr(have.graph, "times", ())]
     return median(replays or calls), median(calls)
 
 
 def bench(
-    model: Any, rows: int, context: int, steps: int = 30, pool_gib: float = 4, graphs: bool = True,
+    model: Any, rows: int, context: int, steps: int = 30, pool_gib: float | PagePool = 4, graphs: bool = True,
     compiled: bool = True, parts_of: Sequence[str] = ("model", "prediction", "whole"),
     shares: Sequence[float] | None = None, drafted: float = 1, **knobs: Any,
 ) -> list[Reading]:  # fmt: skip
@@ -282,7 +304,7 @@ def bench(
 
 
 def dense(
-    model: Any, rows: int, context: int, steps: int = 30, pool_gib: float = 4, graphs: bool = True,
+    model: Any, rows: int, context: int, steps: int = 30, pool_gib: float | PagePool = 4, graphs: bool = True,
     compiled: bool = True,
 ) -> Reading:  # fmt: skip
     """The same graph and modules over the whole context on the GPU: one query, nothing predicted or fetched."""
@@ -294,8 +316,8 @@ def dense(
 
 
 def _reading(
-    what: str, model: Any, config: OasisConfig, rows: int, context: int, steps: int, pool_gib: float, predicts: bool,
-    attends: bool = True, drafter: Drafter | None = None,
+    what: str, model: Any, config: OasisConfig, rows: int, context: int, steps: int, pool_gib: float | PagePool,
+    predicts: bool, attends: bool = True, drafter: Drafter | None = None,
 ) -> Reading:  # fmt: skip
     cache = filled(model, config, rows, context, pool_gib, drafter)
     before = int(cache.stats()["fetched"].sum())

@@ -17,7 +17,7 @@ from .graphs import StepGraphs
 from .layers import OasisLayer
 from .lookahead import recent_window, settled
 from .padding import Padding
-from .placing import autocast_to, placed
+from .placing import autocast_to, layer_devices, placed
 from .report import Report
 from .room import keeps_buffers
 from .rows import Rows
@@ -74,6 +74,9 @@ class OasisCache(Report, Padding, Committing, Cache):
         config = settled(config, self.drafter)
         kept = recent_window(config, self.drafter.always)
         self.state = State(config, sum(window is None for window in windows), kept)
+        devices = layer_devices(model)
+        if devices is not None:
+            self.state.devices = [device for device, window in zip(devices, windows) if window is None]
         layers: list[Any] = []
         for window in windows:
             sparse = sum(isinstance(layer, OasisLayer) for layer in layers)

@@ -128,8 +128,11 @@ class Committing(Room):
         for place, entry in enumerate(entries):
             at = torch.where(counts > place, starts + place, -1)
             known = None if tokens is None else [n + place for n in tokens]
+            there = {at.device: at}
             for layer in self.layers:
-                layer.commit(entry, rows.columns + place, at, known)
+                if layer.device not in there:
+                    there[layer.device] = at.to(layer.device)
+                layer.commit(entry, rows.columns + place, there[layer.device], known)
         for layer in self.layers:
             layer.remember_drafts(entries, counts)
 

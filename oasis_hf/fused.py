@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -71,6 +72,32 @@ class _Slice(nn.Module):
         return F.linear(x, self.weight, self.bias)[..., self.start : self.stop]
 
 
+def _sum(x: torch.Tensor, group: str) -> None:
+    """In place, over the ranks of a group named as in `parallel.groups`."""
+    if not _trying.get():  # where one rank fails to compile, the others must not wait for it
+        dist.all_reduce(x, group=parallel.groups[group])
+
+
+_library.define("sum_ranks(Tensor(a!) x, str group) -> ()")
+_library.impl("sum_ranks", _sum, "CompositeExplicitAutograd")
+torch.library.register_fake("oasis_hf::sum_ranks", lambda x, group: None)
+
+
+class _Summed(nn.Module):
+    """Stands in for a projection whose inputs are split over ranks: their products are summed, then comes the bias."""
+
+    start = 0
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, group: str) -> None:
+        super().__init__()
+        self.weight, self.bias, self.group = weight, bias, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.linear(x, self.weight)
+        torch.ops.oasis_hf.sum_ranks(out, self.group)
+        return out if self.bias is None else out + self.bias
+
+
 class _Once(CustomGraphPass):
     """Products that joined projections ask for several times are made once."""
 
@@ -114,17 +141,20 @@ class FusedLayers:
     """
 
     def __init__(self, model: Any) -> None:
-        if parallel.size(model) > 1:
-            raise FusionError(f"{type(model).__name__} is split over {parallel.size(model)} ranks")
         self.layers = decoder_layers(model)
         if any("forward" in layer.__dict__ for layer in self.layers):
             raise FusionError("something else stands in for a layer's forward")
         self.failed: str | None = None
-        self._slices: list[tuple[nn.Module, str, nn.Linear, _Slice]] = []
+        self._slices: list[tuple[nn.Module, str, nn.Linear, _Slice | _Summed]] = []
+        group = attach.ranks_of(model)
         for layer in self.layers:
-            for parent in layer.modules():
+            if group is not None and not all(map(_splits_plainly, layer.modules())):
+                raise FusionError(f"{type(layer).__name__} is split over ranks in other ways than whole projections")
+            for parent in list(layer.modules()):
                 for names in GROUPS:
                     self._join(parent, names)
+                if group is not None:
+                    self._part(parent, group)
 
     def _join(self, parent: nn.Module, names: tuple[str, ...]) -> None:
         """One weight for sibling projections; their own become views of it, so that nothing is held twice."""
@@ -132,24 +162,37 @@ class FusedLayers:
         linears = [module for module in found if type(module) is nn.Linear]
         if len(linears) < len(names) or not _alike(linears):
             return
-        weight = torch.cat([linear.weight.data for linear in linears])
+        weight = torch.cat([parallel.local(linear.weight.data) for linear in linears])
         biased = linears[0].bias is not None
-        bias = torch.cat([linear.bias.data for linear in linears]) if biased else None
+        bias = torch.cat([parallel.local(linear.bias.data) for linear in linears]) if biased else None
         start = 0
         for name, linear in zip(names, linears):
-            stop = start + linear.out_features
-            linear.weight.data = weight[start:stop]
+            stop = start + len(parallel.local(linear.weight))
+            parallel.put(linear.weight, weight[start:stop])
             if bias is not None:
-                linear.bias.data = bias[start:stop]
+                parallel.put(linear.bias, bias[start:stop])
             self._slices.append((parent, name, linear, _Slice(weight, bias, start, stop)))
             start = stop
+
+    def _part(self, parent: nn.Module, group: Any) -> None:
+        """Stand-ins for projections that ranks hold parts of, and that share no input with others."""
+        done = {name for held, name, _, _ in self._slices if held is parent}
+        for name, linear in parent._modules.items():
+            if name in done or not isinstance(linear, nn.Linear) or not parallel.is_part(linear.weight):
+                continue
+            weight = parallel.local(linear.weight.data)
+            bias = None if linear.bias is None else parallel.local(linear.bias.data)
+            stand_in: _Slice | _Summed = _Slice(weight, bias, 0, len(weight))
+            if parallel.split_along(linear.weight) == 1:
+                stand_in = _Summed(weight, bias, parallel.named(group))
+            self._slices.append((parent, name, linear, stand_in))
 
     def holds(self) -> bool:
         """Whether the joined projections are still the model's own: nothing was loaded, moved, wrapped or hooked."""
         return not any("forward" in layer.__dict__ for layer in self.layers) and all(
             parent._modules.get(name) is linear
             and not _changed(linear)
-            and linear.weight.data_ptr() == one.weight[one.start].data_ptr()
+            and parallel.local(linear.weight).data_ptr() == one.weight[one.start].data_ptr()
             for parent, name, linear, one in self._slices
         )
 
@@ -158,10 +201,11 @@ class FusedLayers:
         computes the same: a cache may be released when the device is full."""
         with contextlib.suppress(torch.OutOfMemoryError):
             for _, _, linear, one in self._slices:
-                if linear.weight.data_ptr() == one.weight[one.start].data_ptr():
-                    linear.weight.data = linear.weight.data.clone()
+                own = parallel.local(linear.weight.data)
+                if len(own) < len(one.weight) and own.data_ptr() == one.weight[one.start].data_ptr():
+                    parallel.put(linear.weight, own.clone())
                     if linear.bias is not None:
-                        linear.bias.data = linear.bias.data.clone()
+                        parallel.put(linear.bias, parallel.local(linear.bias.data).clone())
 
     def _forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The cache would lead dynamo to the layer's number, and each layer to a graph of its own.
@@ -222,24 +266,27 @@ class FusedLayers:
         try:
             yield
         finally:
-            for module, own in hooks:
-                module._forward_hooks = own
+            for module, kind, own in hooks:
+                setattr(module, kind, own)
             for layer in self.layers:
                 del layer.__dict__["forward"]
                 for module in layer.modules():
                     module.__dict__.pop(attach.HANDLE, None)
 
 
-def _put_aside(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]:
-    """Takes the hooks off that collect a call's outputs, which dynamo can't trace: a call that asks for outputs is not
-    compiled. Returns what to put back."""
+def _put_aside(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
+    """Takes hooks off that dynamo can't trace: those that collect a call's outputs (a call that asks for outputs is not
+    compiled), and what sums gradients over ranks. Returns what to put back."""
     before = []
     for module in modules:
-        own = module._forward_hooks
-        rest = OrderedDict((at, hook) for at, hook in own.items() if hook.__module__ != attach.OUTPUT_HOOKS)
-        if len(rest) < len(own):
-            module._forward_hooks = rest
-            before.append((module, own))
+        for kind, origin in (("_forward_hooks", attach.OUTPUT_HOOKS), ("_backward_hooks", parallel.PLANS)):
+            own = getattr(module, kind)
+            rest = OrderedDict((at, hook) for at, hook in own.items() if hook.__module__ != origin)
+            if len(rest) < len(own):
+                setattr(module, kind, rest)
+                before.append((module, kind, own))
+        if parallel.is_for_gradients(module.__dict__.get("forward")):
+            before.append((module, "forward", module.__dict__.pop("forward")))
     return before
 
 
@@ -248,12 +295,22 @@ def _alike(linears: list[nn.Linear]) -> bool:
     kinds = {
         (one.in_features, one.weight.dtype, one.weight.device, one.bias is None, type(one.weight)) for one in linears
     }
-    plain = type(first.weight) is nn.Parameter and first.weight.is_floating_point() and not any(map(_changed, linears))
-    return len(kinds) == 1 and plain
+    plain = type(first.weight) is nn.Parameter or {parallel.split_along(one.weight) for one in linears} == {0}
+    return len(kinds) == 1 and plain and first.weight.is_floating_point() and not any(map(_changed, linears))
 
 
 def _changed(linear: nn.Linear) -> bool:
-    return bool(linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
+    own = linear.__dict__.get("forward")
+    return bool(linear._forward_hooks or linear._forward_pre_hooks or (own is not None and not parallel.is_plan(own)))
+
+
+def _splits_plainly(module: nn.Module) -> bool:
+    """Whether ranks hold nothing of a module in parts but projections by their outputs or by their inputs."""
+    parts = [weight for weight in module._parameters.values() if parallel.is_part(weight)]
+    if not parts:
+        own = module.__dict__.get("forward")
+        return not parallel.is_plan(own) or parallel.is_for_gradients(own)
+    return type(module) is nn.Linear and parallel.split_along(module.weight) in (0, 1) and not _changed(module)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

@@ -269,6 +269,8 @@ class StepGraphs:
             return self._broken
         if self._idle >= MOST_IDLE:
             return "the cache is rearranged at nearly every step (beams, or a caller's own verification)"
+        if cache.state.devices is not None:
+            return "layers are on several devices"
         if cache.device.type != "cuda":
             return "the model is not on a CUDA device"
         if self.autocast:

@@ -189,7 +189,7 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
             assert self.recent is not None
             queries = torch.cat((self.recent, self.draft_queries), 2)
             after = step.where_taking(lengths + step.count, 0)
-            self._fetch("fetched", queries, step.weights.to(keys.device), after, self.state.cap)
+            self._fetch("fetched", queries, step.on("weights", keys.device), after, self.state.cap)
         return out
 
     def _append(self, entry: Entry, lengths: torch.Tensor, tokens: list[int] | None, age: torch.Tensor) -> None:

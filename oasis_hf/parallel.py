@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
 KEYS = ("k_proj", "qkv_proj", "query_key_value", "qkv")
 """Projections whose output holds the keys."""
@@ -65,6 +66,50 @@ _gathered: "weakref.WeakKeyDictionary[Any, dict[int, torch.Tensor]]" = weakref.W
 def is_part(weight: Any) -> bool:
     """Whether ranks hold parts of a weight."""
     return hasattr(weight, "full_tensor")
+
+
+def local(weight: Any) -> torch.Tensor:
+    """This rank's part of a weight, or all of one that ranks hold alike."""
+    return weight.to_local() if is_part(weight) else weight
+
+
+def put(weight: Any, part: torch.Tensor) -> None:
+    """A weight's content, or of one that ranks hold parts of this rank's, is `part` from now on."""
+    if is_part(weight):
+        weight._local_tensor = part
+    else:
+        weight.data = part
+
+
+def split_along(weight: Any) -> int | None:
+    """The one dimension along which ranks hold equal parts of a weight `[out, in]`; None: they don't."""
+    if not is_part(weight) or len(weight.placements) != 1 or type(weight.placements[0]) is not Shard:
+        return None
+    return weight.placements[0].dim % weight.ndim
+
+
+PLANS = "transformers.distributed.tensor_parallel"
+"""Where what a plan hangs on modules comes from."""
+
+
+def is_plan(forward: Any) -> bool:
+    """Whether a module's forward is what a plan put in its place."""
+    return getattr(forward, "__module__", None) == PLANS
+
+
+def is_for_gradients(forward: Any) -> bool:
+    """Whether it is one that a plan put there for training alone."""
+    return is_plan(forward) and forward.__qualname__.startswith("ReplicatedWithGradAllReduce.")
+
+
+groups: dict[str, dist.ProcessGroup] = {}
+"""By name, those that compiled layers sum over."""
+
+
+def named(group: dist.ProcessGroup) -> str:
+    """Its name in `groups`."""
+    groups[group.group_name] = group
+    return group.group_name
 
 
 def whole(model: Any, weight: Any) -> torch.Tensor:

@@ -33,6 +33,42 @@ def placed(model: Any) -> Placed:
     return Placed(device, weight.dtype if weight.is_floating_point() else model.dtype)
 
 
+def layer_devices(model: Any) -> list[torch.device] | None:
+    """Where each decoder layer computes, if accelerate has laid them on several devices (`device_map`); else None."""
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) < 2:
+        return None
+    from .fused import FusionError, decoder_layers
+
+    try:
+        devices = [_computes_on(layer, next(layer.parameters())) for layer in decoder_layers(model)]
+    except FusionError:
+        return None
+    return devices if len(set(devices)) > 1 else None
+
+
+def needs_one_device(model: Any, what: str) -> None:
+    """Raise UnsupportedModelError where a model's layers lie on several devices, for what keeps all they share on
+    one."""
+    from .supported import UnsupportedModelError
+
+    devices = layer_devices(model)
+    if devices is not None:
+        told = ", ".join(dict.fromkeys(map(str, devices)))
+        raise UnsupportedModelError(
+            f"{what} does not support {type(model).__name__} on several devices ({told}): load it on one, or use "
+            "OasisCache(model)."
+        )
+
+
+def _computes_on(module: nn.Module, weight: torch.Tensor) -> torch.device:
+    """Weights that are elsewhere until they are needed name no device of their own: a module's hook does."""
+    for part in module.modules():
+        device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+        if weight.device.type in ("meta", "cpu") and device is not None:
+            return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return weight.device
+
+
 def plain_weight(module: Any) -> torch.Tensor | None:
     """A module's weight `[V, H]`, if it may be read past the module: an ordinary tensor that is there."""
     weight: Any = getattr(module, "weight", None)

@@ -97,7 +97,9 @@ class Report:
 
         stats, rates, memory = self.stats(), self.hit_rate(), self.memory()
         headline = Text(self._headline(), style="table.title")  # a drafter's name may hold anything
-        table = Table(title=headline, caption=_memory_line(memory), title_justify="left", caption_justify="left")
+        table = Table(
+            title=headline, caption=_memory_line(memory, self._placement), title_justify="left", caption_justify="left"
+        )
         table.add_column("layer", justify="right")
         table.add_column("hit rate", justify="right")
         names = [name for name in COUNTERS if stats and (name in COUNTERS[:3] or bool(stats[name].any()))]
@@ -115,6 +117,10 @@ class Report:
             table.add_section()
             table.add_row("all", rate, *counts, f"{stats['bytes'].sum().item() / 2**20:.2f}")
         return table
+
+    @property
+    def _placement(self) -> str | None:
+        return None if self.state.store is None else self.state.store.placement
 
     def _headline(self) -> str:
         state, stepper = self.state, self.stepper
@@ -160,11 +166,12 @@ class Report:
         return plot_cache(self.hit_rate(), self.residency(), self._watched)
 
 
-def _memory_line(memory: dict[str, int]) -> str:
+def _memory_line(memory: dict[str, int], placement: str | None) -> str:
     parts = {name: f"{size / 2**20:,.1f} MiB" for name, size in memory.items()}
     beyond = "".join(f" of {parts[name]} in the tier {name!r}" for name in ("file", "remote") if name in parts)
     drafter = f" + drafter {parts['drafter']}" if "drafter" in parts else ""
+    pinned = f" ({placement})" if placement else ""
     return (
-        f"full KV in the store {parts['host']}{beyond}; working set {parts['working_set']} + summaries "
+        f"full KV in the store {parts['host']}{pinned}{beyond}; working set {parts['working_set']} + summaries "
         f"{parts['summaries']}{drafter} on the device (a dense cache: {parts['dense']})"
     )

@@ -41,12 +41,12 @@ class Selecting:
         if step.corrects:
             assert self.recent is not None and below is not None
             heads = turned(query[:, :, 0], self.recent[:, :, -1], self.heads, below)
-            takes = step.once("takes", lambda: step.where_taking(lengths, -1) >= 0)[:, None]
+            takes = step.once(("takes", lengths.device), lambda: step.where_taking(lengths, -1) >= 0)[:, None]
             heads = heads & takes
             self.counters.add("compared", takes.sum(0).expand(self.heads))
             self.counters.add("corrected", heads.sum(0))
         shape = (len(query), step.count)
-        weights = step.once("now", lambda: query.new_full(shape, 1 / step.count, dtype=torch.float32))
+        weights = step.once(("now", query.device), lambda: query.new_full(shape, 1 / step.count, dtype=torch.float32))
         self._fetch("on_demand", query, weights, step.where_taking(lengths, 0), self.working_set.allocated, heads)
         self.store.arrive(self.index)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from .config import BLOCK, ConfigError, OasisConfig
 from .pipeline import Pipeline
 from .rows import Rows
-from .store import BlockStore, HostStore, ResidentStore, TieredStore, file_pages
+from .store import BlockStore, HostStore, ResidentStore, SplitStore, TieredStore, file_pages
 from .summaries import GROWTH
 from .tail import Tail
 
@@ -62,6 +63,11 @@ class Step:
         tail = self.tail
         return self.once(("tail", device), lambda: tail.mask(device))
 
+    def on(self, what: str, device: torch.device) -> torch.Tensor:
+        """`weights` or `taking` on a layer's device: brought there once a step."""
+        own: torch.Tensor = getattr(self, what)
+        return own if own.device == device else self.once((what, device), lambda: own.to(device))
+
     def once(self, what: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What all layers of a step need alike, made by the first that asks."""
         if what not in self._shared:
@@ -72,7 +78,7 @@ class Step:
         """`lengths` `[B]`, and `otherwise` in rows that take no token."""
         if self.taking is None:
             return lengths
-        return torch.where(self.taking.to(lengths.device), lengths, otherwise)
+        return torch.where(self.on("taking", lengths.device), lengths, otherwise)
 
     @property
     def ends(self) -> list[int]:
@@ -101,6 +107,7 @@ class State:
         store: where the full KV lives; made when the first sparse layer sees its keys.
         slots, cap: S and C. window: recent queries kept a layer.
         first_due: the working set must be selected anew before the next decode step.
+        devices: of each sparse layer, where they are several; None: all are on one.
         make_store: makes the store of rows, KV heads, head_dim, dtype and device; None: as the config says.
         dirty_from: a row's first block whose slot is out of date since the last selection.
     """
@@ -113,6 +120,7 @@ class State:
         self.block_bytes = 0
         self.step: Step | None = None
         self.number = 0
+        self.devices: list[torch.device] | None = None
         self.make_store: Callable[[int, int, int, torch.dtype, torch.device], BlockStore] | None = None
         self._clocks: dict[torch.device, torch.Tensor] = {}
         self.first_due = False
@@ -142,30 +150,51 @@ class State:
             self._check_device_memory(keys)
             if self.make_store is not None:
                 self.store = self.make_store(rows, heads, dim, dtype, keys.device)
-            elif config.store == "resident":
-                self.store = ResidentStore(self.sparse_layers, rows, heads, dim, dtype, keys.device)
-            elif config.store == "file":
-                near = file_pages(dim, dtype, keys.is_cuda, config.host_bytes, config.file_dir)
-                self.store = TieredStore(self.sparse_layers, rows, heads, keys.device, near)
+            elif self.devices is None:
+                self.store = self._new_store(self.sparse_layers, rows, heads, dim, dtype, keys.device)
             else:
-                self.store = HostStore(
-                    self.sparse_layers, rows, heads, dim, dtype, keys.device, config.host_capacity_tokens
+                self.store = SplitStore(
+                    self.devices,
+                    lambda layers, device, beside: self._new_store(layers, rows, heads, dim, dtype, device, beside),
                 )
         return self.store
+
+    def _new_store(
+        self, layers: int, rows: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, beside: Any = None
+    ) -> BlockStore:
+        """Of so many layers, in the memory of the one `beside`."""
+        config = self.config
+        if config.store == "resident":
+            return ResidentStore(layers, rows, heads, dim, dtype, device)
+        pool: Any = None if beside is None else beside.pool
+        if config.store == "file":
+            if pool is None:
+                pool = file_pages(dim, dtype, device.type == "cuda", config.host_bytes, config.file_dir)
+            return TieredStore(layers, rows, heads, device, pool)
+        tokens = config.host_capacity_tokens
+        made = HostStore(layers, rows, heads, dim, dtype, device, tokens, pool)
+        if tokens is not None and pool is None and layers < self.sparse_layers:
+            made.pool.commit(self.sparse_layers * rows * heads * -(-tokens // BLOCK))  # the others' too
+        return made
 
     def _check_device_memory(self, keys: torch.Tensor) -> None:
         if not keys.is_cuda:
             return
+        devices = self.devices or [keys.device] * self.sparse_layers
+        for device in dict.fromkeys(devices):
+            self._check_memory_of(device, devices.count(device), keys)
+
+    def _check_memory_of(self, device: torch.device, layers: int, keys: torch.Tensor) -> None:
         rows, heads, _, dim = keys.shape
         most = max(self.step.ends) if self.step is not None else 0
-        slots = self.sparse_layers * rows * heads * min(self.slots, most // BLOCK + 1) * self.block_bytes
+        slots = layers * rows * heads * min(self.slots, most // BLOCK + 1) * self.block_bytes
         size = 1 if self.config.summary_dtype == "int8" else keys.element_size()
         room = most // BLOCK + 1 + max(most // BLOCK // GROWTH, GROWTH)  # as much as their next growth takes
-        summaries = self.sparse_layers * rows * heads * room * self.config.parts * 2 * dim * size
-        free, _ = torch.cuda.mem_get_info(keys.device)
+        summaries = layers * rows * heads * room * self.config.parts * 2 * dim * size
+        free, _ = torch.cuda.mem_get_info(device)
         if slots + summaries > free:
             raise MemoryError(
-                f"The working set needs {slots / 2**30:.2f} GiB ({self.sparse_layers} layers x {rows} rows x {heads} "
+                f"The working set needs {slots / 2**30:.2f} GiB ({layers} layers x {rows} rows x {heads} "
                 f"KV heads x {self.slots} slots x {self.block_bytes:,} bytes) and summaries {summaries / 2**30:.2f} "
                 f"GiB of GPU memory, but {free / 2**30:.2f} GiB are free; use fewer rows, a smaller budget or "
                 "summary_dtype='int8'."
@@ -211,6 +240,7 @@ class State:
         other.rows = self.rows.fork() if self.rows is not None else None
         other.store = self.store.fork() if self.store is not None else None
         other.slots, other.cap, other.block_bytes = self.slots, self.cap, self.block_bytes
+        other.devices = self.devices
         other.number, other.first_due, other.dirty_from = self.number, self.first_due, list(self.dirty_from)
         return other
 

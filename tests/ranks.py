@@ -7,6 +7,7 @@ FOLDER holds models and a drafter's head; what each rank saw goes to rank0.json 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -19,7 +20,7 @@ from tiny import left_padded, prompt
 from transformers import AutoModelForCausalLM
 
 import oasis_hf
-from oasis_hf import OasisCache
+from oasis_hf import OasisCache, fused, parallel
 from oasis_hf.attach import cache_name
 from oasis_hf.disagg import PrefillWorker, StagingPool
 from oasis_hf.modes import gpu_bytes
@@ -134,7 +135,33 @@ def shares(model, folder):
     return [cache.state.store.table.shape[2], cache.memory()["host"], cache.memory()["working_set"], planned]
 
 
+@torch.no_grad()
+def compiled(model, folder):
+    """Why layers were not compiled, how far logits of compiled steps are from eager ones', and whether the weights are
+    what they were, and the model's own, afterwards."""
+    weights = [(weight, parallel.local(weight).clone()) for weight in model.parameters()]
+
+    def steps(around):
+        cache, ids, out = OasisCache(model, **KNOBS), prompt(2, 120), []
+        model(input_ids=ids, **{cache_name(model): cache})
+        for token in (5, 6, 7):
+            with around():
+                out.append(model(input_ids=ids[:, :1] * 0 + token, **{cache_name(model): cache}).logits)
+        return torch.cat(out), cache
+
+    eager, held = steps(contextlib.nullcontext)
+    layers = fused.fused_layers(model)
+    steps(layers.tried)
+    apart = (steps(layers.placed)[0] - eager).abs().max().item()
+    failed, joined = layers.failed, layers.holds()
+    del held, layers  # the last cache: projections are split again
+    same = all(now is was and torch.equal(parallel.local(now), value)
+               for now, (was, value) in zip(model.parameters(), weights, strict=True))  # fmt: skip
+    return [failed, apart, joined, same]
+
+
 TOLD = {
+    "compiled": ("qwen3", compiled),
     "phi3": ("phi3", refused), "gpt_oss": ("gpt_oss", refused), "odd": ("odd", refused),
     "disaggregated": ("llama", refused_elsewhere), "shares": ("llama", shares),
 }  # fmt: skip

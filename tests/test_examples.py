@@ -38,9 +38,15 @@ def test_batch_left_padding(reads_smollm2, capsys):
     assert len(set(columns)) == 3 and [n - columns[0] for n in columns] == [n - stored[0] for n in stored]
 
 
+def test_several_gpus(reads_smollm2, capsys):
+    pytest.importorskip("accelerate")
+    out = run("several_gpus.py", capsys)
+    assert "Paris" in out and "layers: 30 on " in out
+
+
 def test_all_scripts_are_tested():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        "quickstart.py", "long_document.py", "batch_left_padding.py",
+        "quickstart.py", "long_document.py", "batch_left_padding.py", "several_gpus.py",
     }  # fmt: skip
 
 

@@ -56,6 +56,11 @@ def test_what_ranks_can_not_do_is_refused_on_each(seen, name, sentence):
     assert all(sentence in one[name][0] for one in seen), seen[0][name]
 
 
+def test_layers_are_compiled_with_their_sums_over_ranks(seen):
+    for failed, apart, joined, same in (one["compiled"][0] for one in seen):
+        assert failed is None and apart < 1e-4 and joined and same
+
+
 def test_each_rank_keeps_its_own_heads(seen):
     for heads, host, working_set, planned in (one["shares"][0] for one in seen):
         assert heads == 1

@@ -13,7 +13,7 @@ from .. import __version__, parallel, supported
 from ..cache import OasisCache
 from ..config import BLOCK, OasisConfig
 from ..fingerprint import fingerprint
-from ..placing import placed
+from ..placing import needs_one_device, placed
 from ..sliding import SlidingLayer
 from .control import Terms
 from .errors import Corrupt, Refused
@@ -34,6 +34,7 @@ def terms(model: Any, config: OasisConfig) -> Terms:
             f"A prompt is prefilled and decoded elsewhere by one process a model, but this {type(model).__name__} is "
             f"split over {parallel.size(model)} ranks: load it without tp_plan, or use OasisCache(model) in each rank."
         )
+    needs_one_device(model, "Prefill or decode elsewhere")
     heads, dim = supported.kv_shape(supported.text_config(model))
     dtype = placed(model).dtype
     layout = {

@@ -57,6 +57,7 @@ class RequestPages(PagePool):
         self.references = torch.zeros(int(pages.max()) + 1 if len(pages) else 0, dtype=torch.int32)
         self._free = pages.flip(0)  # it is taken from the end
         self._used, self._reserved, self._pieces = 0, len(pages), whole._pieces
+        self.devices = whole.devices
         self._closed = False
         self._lock, self._given_back = threading.Lock(), deque[torch.Tensor]()
 

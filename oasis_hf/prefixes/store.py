@@ -17,7 +17,7 @@ from .. import parallel, supported
 from ..config import BLOCK, ConfigError, OasisConfig
 from ..drafters import make_drafter
 from ..fingerprint import adapters, fingerprint, mixed
-from ..placing import autocast_to, placed
+from ..placing import autocast_to, needs_one_device, placed
 from ..reach import Reach
 from ..room import keeps_buffers
 from ..store.host import HostStore
@@ -76,6 +76,7 @@ class PrefixStore:
         self.model = supported.plain_model(model)
         self.config = (config or OasisConfig()).replace(**knobs)
         windows = supported.layer_windows(self.model)
+        needs_one_device(self.model, "PrefixStore")
         if any(window is not None for window in windows):
             raise supported.UnsupportedModelError(
                 f"PrefixStore does not support {type(self.model).__name__}: its sliding-window layers keep a prompt's "

@@ -6,10 +6,11 @@ from .host import HostStore
 from .near import Far, Near, Pending
 from .pages import HostMemoryError, PagePool
 from .resident import ResidentStore
+from .split import SplitStore
 from .tiered import TieredStore
 
 __all__ = [
     "BlockStore", "Far", "HostMemoryError", "HostStore", "Move", "Near", "PageFile", "PagePool", "Pending",
-    "ResidentStore", "StoreFileError", "TieredStore",
+    "ResidentStore", "SplitStore", "StoreFileError", "TieredStore",
     "file_pages",
 ]  # fmt: skip

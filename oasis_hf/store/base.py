@@ -111,6 +111,11 @@ class BlockStore(ABC):
         """Bytes of blocks held now (shared ones once)."""
 
     @property
+    def placement(self) -> str | None:
+        """On which NUMA node pinned memory lies, as a report says it; None: none is pinned."""
+        return None
+
+    @property
     def near_bytes(self) -> int:
         """Of these, what is not in a tier beyond the store's own memory."""
         return self.nbytes

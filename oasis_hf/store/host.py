@@ -31,7 +31,7 @@ class HostStore(BlockStore):
         layers, rows, heads: extent of the table (sparse layers, rows, local KV heads).
         head_dim: D. dtype: of the pages.
         device: the model's; on CUDA the memory is registered with it, and the table is kept there too.
-        capacity_tokens: most tokens a row; committed at once. None: grows as needed.
+        capacity_tokens: most tokens a row; committed at once unless a pool is given. None: grows as needed.
     """
 
     def __init__(
@@ -40,6 +40,10 @@ class HostStore(BlockStore):
     ) -> None:  # fmt: skip
         self.capacity_tokens = capacity_tokens
         self.pool = pool if pool is not None else PagePool(head_dim, dtype, device.type == "cuda")
+        if device.type == "cuda" and device not in self.pool.devices:
+            self.pool.devices.append(device)
+        if capacity_tokens is not None and pool is None:
+            self.pool.commit(layers * rows * heads * blocks_of(capacity_tokens))
         self.table = torch.full((layers, rows, heads, 0), -1, dtype=torch.int64)
         self.device = device
         # The operators' copy. It changes in the stream's order, so steps under way still see what they were given;
@@ -49,8 +53,6 @@ class HostStore(BlockStore):
         self._shared = False
         self._outbound: Outbound | None = None
         self._watch()
-        if capacity_tokens is not None and pool is None:
-            self._preallocate(capacity_tokens)
 
     def _watch(self) -> None:
         """Give the pages back when the last reference to this store goes."""
@@ -67,13 +69,6 @@ class HostStore(BlockStore):
         touches any."""
         if self.device_table is not None:
             torch.cuda.synchronize(self.device)
-
-    def _preallocate(self, tokens: int) -> None:
-        layers, rows, heads, _ = self.table.shape
-        pages = self.pool.allocate(layers * rows * heads * blocks_of(tokens))
-        if not self.pool.pin:  # what is pinned was touched for it
-            self.pool.pages[pages[0] : pages[-1] + 1].zero_()  # committed by the system, not just reserved
-        self.pool.release(pages)
 
     def ensure(self, old: list[int], new: list[int]) -> None:
         if self.capacity_tokens is not None and max(new) > self.capacity_tokens:
@@ -267,6 +262,10 @@ class HostStore(BlockStore):
 
     def reset(self) -> None:
         self.truncate([0] * len(self.blocks))
+
+    @property
+    def placement(self) -> str | None:
+        return self.pool.placement
 
     @property
     def nbytes(self) -> int:

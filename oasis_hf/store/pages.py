@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..config import BLOCK
+from . import numa
 
 PIECE_BYTES = 1 << 30
 """Largest piece registered with CUDA at once: bigger ones are slower to pin and fail whole."""
@@ -21,6 +22,7 @@ PIECE_BYTES = 1 << 30
 AHEAD_BYTES = 64 << 20
 """Most memory taken before it is asked for: what a decode step waits for when its pool grows."""
 
+_PORTABLE = 1  # cudaHostRegisterPortable
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0)
 
 
@@ -62,23 +64,25 @@ def _touch(memory: torch.Tensor) -> None:
     memory.zero_()
 
 
-_unpinned_later: list[tuple[list[tuple[int, int]], torch.Tensor]] = []
+_unpinned_later: list[tuple[list[tuple[int, int]], torch.Tensor, list[torch.device]]] = []
 
 
-def _unpin(pieces: list[tuple[int, int]], pages: torch.Tensor) -> None:
+def _unpin(pieces: list[tuple[int, int]], pages: torch.Tensor, devices: list[torch.device]) -> None:
     """Memory must not go before its registration, which can't be given back while a stream is captured: then it stays
     until the next pool goes or grows."""
-    _unpinned_later.append((pieces, pages))
+    _unpinned_later.append((pieces, pages, devices))
     _unpin_now()
 
 
 def _unpin_now() -> None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return
-    if torch.cuda.is_initialized() and any(pieces for pieces, _ in _unpinned_later):
-        torch.cuda.synchronize()  # the device may still be writing what nobody will read
+    if torch.cuda.is_initialized():  # a device may still be writing what nobody will read
+        here = torch.device("cuda", torch.cuda.current_device())
+        for device in {device for pieces, _, devices in _unpinned_later if pieces for device in devices or [here]}:
+            torch.cuda.synchronize(device)
     while _unpinned_later:
-        pieces, _pages = _unpinned_later.pop()
+        pieces, _pages, _ = _unpinned_later.pop()
         for address, _ in pieces:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
 
@@ -88,12 +92,13 @@ class PageNumbers:
     pages back may come in the middle of a call.
 
     Attributes:
-        page_bytes: bytes of a page. references: int32, by page number.
+        page_bytes: bytes of a page. references: int32, by page number. devices: CUDA devices that reach the pages.
     """
 
     def __init__(self, page_bytes: int) -> None:
         self.page_bytes = page_bytes
         self.references = torch.zeros(0, dtype=torch.int32)
+        self.devices: list[torch.device] = []
         self._free = torch.zeros(0, dtype=torch.int64)
         self._used = 0  # high-water mark: pages beyond it were never handed out
         self._lock, self._given_back = threading.Lock(), deque[torch.Tensor]()
@@ -198,15 +203,36 @@ class PagePool(PageNumbers):
         count = self.capacity * self.page_bytes // dtype.itemsize
         self.pages = torch.frombuffer(memory, dtype=dtype, count=count).view(self.capacity, 2, BLOCK, head_dim)
         self.pin = pin
+        # To one GPU pages are pinned as they always were; several may share them.
+        self._flags = _PORTABLE if pin and torch.cuda.device_count() > 1 else 0
         self._covered = 0  # pages whose memory is pinned or, without pinning, was available when last looked at
         self._pieces: list[tuple[int, int]] = []
         self._late: list[tuple[torch.Tensor, Callable[[], bool]]] = []
         if pin:
-            weakref.finalize(self, _unpin, self._pieces, self.pages)
+            weakref.finalize(self, _unpin, self._pieces, self.pages, self.devices)
 
     @property
     def pinned_bytes(self) -> int:
         return sum(size for _, size in self._pieces)
+
+    @property
+    def placement(self) -> str | None:
+        """Where the pinned memory lies; None: none is pinned."""
+        if not self._pieces:
+            return None
+        node = self._node()
+        if node is None:
+            return "on the only NUMA node" if len(numa.nodes()) == 1 else "on no NUMA node in particular"
+        held = sum(size for address, size in self._pieces if numa.node_at(address) == node)
+        return f"{held / self.pinned_bytes:.0%} on NUMA node {node}, the GPU's"
+
+    def _node(self) -> int | None:
+        """The NUMA node of the GPUs that reach these pages; None: there is none of all, or it is not told."""
+        if len(numa.nodes()) < 2:
+            return None
+        devices = self.devices or [torch.device("cuda", torch.cuda.current_device())]
+        near = {numa.node_of(device) for device in devices}
+        return near.pop() if len(near) == 1 else None
 
     @property
     def pages_in_use(self) -> int:
@@ -236,6 +262,13 @@ class PagePool(PageNumbers):
     def make_room(self, used: int) -> None:
         if used > self._covered:
             self._cover(used)
+
+    def commit(self, count: int) -> None:
+        """Memory for so many pages is taken now, and they are free."""
+        pages = self.allocate(count)
+        if not self.pin:  # what is pinned was touched for it
+            self.pages[pages[0] : pages[-1] + 1].zero_()  # committed by the system, not just reserved
+        self.release(pages)
 
     def _cover(self, used: int) -> None:
         """See to the memory of the first `used` pages, and of a few more: asking the system at every small growth would
@@ -267,12 +300,14 @@ class PagePool(PageNumbers):
         target = needed + ahead
         page = mmap.PAGESIZE
         done = self.pinned_bytes
-        memory = self.pages.view(-1).view(torch.uint8)
+        memory, node = self.pages.view(-1).view(torch.uint8), self._node()
         while done < target:
             size = min(PIECE_BYTES, -(-(target - done) // page) * page)
-            _touch(memory[done : done + size])  # nothing of it was handed out yet
             address = self.pages.data_ptr() + done
-            status = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[attr-defined]
+            if node is not None:
+                numa.prefer(address, size, node)
+            _touch(memory[done : done + size])  # nothing of it was handed out yet
+            status = torch.cuda.cudart().cudaHostRegister(address, size, self._flags)  # type: ignore[attr-defined]
             if int(status) != 0:
                 if torch.cuda.is_initialized():
                     # CUDA tells an error again to the next launch that asks, which must not be the caller's.

@@ -119,6 +119,10 @@ class TieredStore(HostStore):
         return self.branch(TieredStore(layers, rows, heads, self.device, self.pool))
 
     @property
+    def placement(self) -> str | None:
+        return self.pool.pool.placement
+
+    @property
     def near_bytes(self) -> int:
         return self.pool.held * self.pool.page_bytes
 
