@@ -20,6 +20,7 @@ from pathlib import Path
 import fetch_sweep
 import file_tier
 import k_sweep
+import moe
 import overhead
 import reasoning
 import report_agreement
@@ -138,6 +139,8 @@ SECTIONS = (
             "torchrun --nproc-per-node 2 eval/tensor_parallel.py --out eval/results",
             "A model split over two GPUs of one host with NCCL in the captured step, against one of them; and rows of "
             "one GPU whose full KV is all in host memory.", _sweep(tensor_parallel.lines), draw=tensor_parallel.draw),
+    Section("moe", moe.TITLE, "python eval/moe.py --out eval/results",
+            "Steps that stay dense, are sparse, or turn when that pays.", _sweep(moe.lines), draw=moe.draw),
     Section("reasoning", reasoning.TITLE, "python eval/reasoning.py --out eval/results",
             "The paper's Fig. 13: steps timed at chosen lengths and summed up, checked by a real run.",
             _sweep(reasoning.lines), draw=reasoning.draw),

@@ -11,10 +11,7 @@ import argparse
 import datetime
 import json
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,7 +24,9 @@ from .cache import OasisCache
 from .config import BLOCK, ConfigError, OasisConfig
 from .drafters.base import Drafter
 from .forced import Injected, fetches_of, forced_misses, mean_fetched, parts, traced
-from .lookahead import predicts_blocks
+from .lookahead import draft_rows, predicts_blocks, wants_drafts
+from .roofline.shape import ModelShape
+from .stopwatch import Span, between, median
 from .store import HostStore, PagePool
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -35,6 +34,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=131072,
         tie_word_embeddings=False,
+    ),
+    "qwen3-30b-a3b": dict(
+        model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True, vocab_size=151936, max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    ),
+    "tiny-moe": dict(
+        model_type="qwen3_moe", hidden_size=256, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, num_experts=8, num_experts_per_tok=2,
+        vocab_size=1024, max_position_embeddings=131072,
     ),
     "tiny": dict(
         model_type="qwen3", hidden_size=512, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
@@ -112,12 +122,19 @@ class Ceilings:
 
 
 def hbm_bytes(model: Any, cache: OasisCache, context: int, predicts: bool, attends: bool = True) -> int:
-    """What a step must read of this rank's device's memory: weights, K and V of the working set where it attends and,
-    where it predicts, the summaries of closed blocks."""
-    skipped = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
-    tied = head is not None and head.weight is skipped
-    total = sum(parallel.local(weight).nbytes for weight in model.parameters() if tied or weight is not skipped)
+    """What a step must read of this rank's device's memory: weights (of experts those that its tokens choose, if all
+    are alike), K and V of the working set where it attends and, where it predicts, the summaries of closed blocks."""
+    state = cache.state
+    drafts = draft_rows(state.config) if state.grows_sparse and wants_drafts(state.config) else 0
+    drafts *= cache.drafter.proposes
+    tokens = len(state.need_rows()) * (1 + drafts)
+    if parallel.size(model) > 1:
+        skipped = model.get_input_embeddings().weight
+        head = model.get_output_embeddings()
+        tied = head is not None and head.weight is skipped
+        total = sum(parallel.local(weight).nbytes for weight in model.parameters() if tied or weight is not skipped)
+    else:
+        total = round(ModelShape.of_model(model, next(model.parameters()).dtype).weights_read(tokens))
     for layer in cache.sparse_layers:
         if attends:
             total += layer.working_set.keys.nbytes + layer.working_set.values.nbytes
@@ -221,37 +238,6 @@ class _Timed:
             self.graph.replay()
 
 
-class _HostStamp:
-    """What an event is on a GPU: a time, here the host's own."""
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, other: "_HostStamp") -> float:
-        return (other.at - self.at) * 1e3
-
-
-Span = tuple[Any, Any]
-"""Stamps of a beginning and an end."""
-
-
-@contextmanager
-def between(times: list[Span], on_gpu: bool = True) -> Iterator[None]:
-    """When what runs inside begins and ends is added to `times`."""
-    begin, end = (torch.cuda.Event(enable_timing=True) if on_gpu else _HostStamp() for _ in range(2))
-    begin.record()
-    yield
-    end.record()
-    times.append((begin, end))
-
-
-def median(times: list[Span]) -> float:
-    """Milliseconds."""
-    if times and not isinstance(times[0][0], _HostStamp):
-        torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in times)
-
-
 @torch.no_grad()
 def step_ms(model: Any, cache: OasisCache, steps: int) -> tuple[float, float]:
     """Median milliseconds of a decode step: its replay alone, and as its caller sees it with no work between steps. On
@@ -326,12 +312,20 @@ def _reading(
     moved = (
         (int(cache.stats()["fetched"].sum()) - before) * cache.state.block_bytes // (steps + WARM[cache.device.type])
     )
-    graph = f"none: {cache.graphs.refused}" if cache.graphs.refused else "compiled layers"
-    if not cache.graphs.refused and (cache.graphs.unfused or config.compile_after is None):
-        graph = f"stock layers{': ' + cache.graphs.unfused if cache.graphs.unfused else ''}"
+    graph = graph_of(cache)
     del cache
     torch.cuda.empty_cache()
     return Reading(what, rows, ms, call_ms, moved, graph, read)
+
+
+def graph_of(cache: OasisCache) -> str:
+    """What its steps were replayed with."""
+    graphs = cache.graphs
+    if graphs.refused:
+        return f"none: {graphs.refused}"
+    if graphs.unfused or cache.state.config.compile_after is None:
+        return f"stock layers{': ' + graphs.unfused if graphs.unfused else ''}"
+    return "compiled layers"
 
 
 def main(args: argparse.Namespace) -> int:

@@ -82,7 +82,7 @@ def from_dense(
         if state.store is not None:
             state.store.join()
     starts = lengths.lengths(cache.device).clone()
-    state.mark_dirty(step.starts)
+    state.mark_read(step)
     lengths.extend(torch.ones((rows, length), dtype=torch.bool) if valid is None else valid)
     if hidden is not None:
         for tap in cache.drafter.taps:

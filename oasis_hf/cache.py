@@ -22,6 +22,7 @@ from .report import Report
 from .room import keeps_buffers
 from .rows import Rows
 from .sliding import SlidingLayer
+from .sparsify import Sparsity
 from .state import State
 from .step import Stepper
 
@@ -77,6 +78,8 @@ class OasisCache(Report, Padding, Committing, Cache):
         devices = layer_devices(model)
         if devices is not None:
             self.state.devices = [device for device, window in zip(devices, windows) if window is None]
+        if None in windows:
+            self.state.sparsity = Sparsity.of(model, config, self.drafter)
         layers: list[Any] = []
         for window in windows:
             sparse = sum(isinstance(layer, OasisLayer) for layer in layers)
@@ -152,6 +155,8 @@ class OasisCache(Report, Padding, Committing, Cache):
             layer.first_select()
         rows = self.state.need_rows()
         self.state.first_due = False
+        if self.state.sparsity is not None:
+            self.state.sparsity.lacks = False
         self.state.dirty_from = [-(-n // BLOCK) for n in rows.tokens]
 
     @property

@@ -11,6 +11,10 @@ from .ops import cuda
 
 if TYPE_CHECKING:
     from .cache import OasisCache
+    from .state import Step
+
+_PLAIN = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "logits_to_keep"}
+"""Arguments that a captured call may have; any other that is not None, False or empty makes it eager."""
 
 _HARMLESS = (OUTPUT_HOOKS, Tap.__module__)
 
@@ -42,4 +46,21 @@ def hooked(model: Any) -> str | None:
         foreign = [hook for hook in hooks if getattr(hook, "__module__", "") not in _HARMLESS]
         if foreign or hasattr(module, "_hf_hook"):
             return f"{name or 'the model'} has a forward hook"
+    return None
+
+
+def not_plain(call: dict[str, Any], step: "Step", name: str) -> str | None:
+    """Why a call, the cache under `name`, is not a plain step of one token."""
+    if step.mode != "decode" or step.count != 1:
+        return "it verifies a caller's own tokens"
+    if call.get("input_ids") is None:
+        return "the call has embeddings instead of ids"
+    if call.get("position_ids") is None:
+        return "the call has no position_ids"
+    other = [
+        key for key, value in call.items()
+        if key not in _PLAIN and key != name and not (value is None or value is False or value == {})
+    ]  # fmt: skip
+    if other:
+        return f"the call has {', '.join(sorted(other))}"
     return None

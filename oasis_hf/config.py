@@ -19,6 +19,8 @@ SUMMARY_DTYPES = ("model", "int8")
 HOST_DTYPES = ("model", "float32", "float16", "bfloat16")
 REDUCTIONS = ("max", "mean", "softmax-mean")
 STORES = ("host", "resident", "file")
+SPARSIFY = ("always", "never", "auto")
+EXPERTS = ("auto", "own", "grouped_mm", "batched_mm")
 
 
 class ConfigError(ValueError):
@@ -98,6 +100,9 @@ class OasisConfig:
             prompt runs.
         file_dir: folder of that file, which has no name and goes with the process; None: the system's for temporary
             files.
+        sparsify: `"always"`: rows hold a working set of `budget` from the start. `"auto"`: a batch stays dense, all its
+            blocks on the device and nothing predicted, until steps over the working set are the faster or device memory
+            would run out (see `oasis_hf.sparsify`). `"never"`: it stays dense. Pages go to the store in any case.
         speculate: return a verified draft's logits without a forward (memoised acceptance). Off: the draft row is
             lookahead only, as in the paper.
         draft_tokens: verified drafts a step when `speculate` is on (one more row is stacked as lookahead).
@@ -114,6 +119,9 @@ class OasisConfig:
         compile_after: replays of a step's shape after which its decoder layers are compiled (`torch.compile`) and the
             step is captured anew: some seconds once, a quarter off each step; results are the same within the model
             dtype's rounding. The projections of one input then share one weight tensor. None: never.
+        experts: implementation of a mixture's experts in captured steps: `"auto"` times those that can be captured,
+            once for a step's number of tokens, and takes the fastest (the report says which), unless the model is set
+            to another than transformers itself chooses; `"own"` leaves what the model is set to; or one by its name.
         progress: show a bar during prefill.
         seed: order in which equally old victims are evicted; 0 is slot order, others a fixed permutation.
     """
@@ -137,6 +145,7 @@ class OasisConfig:
     store: str = "host"
     host_bytes: int | None = None
     file_dir: str | None = None
+    sparsify: str = "always"
     speculate: bool = False
     draft_tokens: int = 1
     candidates: int = 1
@@ -145,6 +154,7 @@ class OasisConfig:
     sliding_slack: int = 64
     graphs: bool = True
     compile_after: int | None = 64
+    experts: str = "auto"
     progress: bool = False
     seed: int = 0
 
@@ -184,6 +194,10 @@ class OasisConfig:
         for knob in ("host_bytes", "file_dir"):
             if self.store != "file" and getattr(self, knob) is not None:
                 _fail(knob, getattr(self, knob), f"None with store={self.store!r}, or store='file'")
+        _check_choice("experts", self.experts, EXPERTS)
+        _check_choice("sparsify", self.sparsify, SPARSIFY)
+        if self.sparsify != "always" and (self.budget is None or self.store == "resident"):
+            _fail("sparsify", self.sparsify, "'always' with budget_bytes or store='resident'")
         for flag in ("speculate", "graphs", "progress"):
             if not isinstance(getattr(self, flag), bool):
                 _fail(flag, getattr(self, flag), "True or False")

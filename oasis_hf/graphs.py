@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .capturable import cannot_hold, hooked
+from . import experts
+from .capturable import cannot_hold, hooked, not_plain
 from .capture import capture
 from .fused import FusedLayers, FusionError, first_line, fused_layers, joined
 from .ops import cuda
@@ -42,9 +43,6 @@ MOST_IDLE = 3
 
 FEW = 4
 """Replays below which a graph counts as one of those."""
-
-_PLAIN = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "logits_to_keep"}
-"""Arguments that a captured call may have; any other that is not None, False or empty makes it eager."""
 
 
 @dataclass
@@ -98,6 +96,7 @@ class StepGraphs:
         replays: steps that were replayed. captures: graphs made.
         refused: why the last step ran eagerly, or None. unfused: why layers are captured as they are, or None.
         autocast: whether the call under way is under `torch.autocast`.
+        experts: what the last captured step's experts were chosen by, or None.
         unaccepted: why drafts are accepted without a graph, or None. last: the graph of the last step, if it had one.
     """
 
@@ -111,6 +110,7 @@ class StepGraphs:
         self._idle = 0
         self.unfused: str | None = None
         self.unaccepted: str | None = None
+        self.experts: experts.Choice | None = None
         self.last: Captured | None = None
         self._compiled: dict[tuple[Any, ...], FusedLayers] = {}
         self._left = False
@@ -206,6 +206,17 @@ class StepGraphs:
         self.refused = cannot_hold(cache) or hooked(cache.model)
         if self.refused is not None:
             return None
+        config, tokens = cache.state.config, (1 + step.drafts) * len(cache.state.need_rows())
+        self.experts = experts.choice_for(cache.model, config, tokens, experts.captured_ms(cache.device))
+        with experts.capturing(cache.model, config, self.experts):
+            return self._made(cache, forward, call, step, name, shape, fuse, extra)
+
+    def _made(
+        self, cache: "OasisCache", forward: Callable[[dict[str, Any], Step], Any], call: dict[str, Any], step: Step,
+        name: str, shape: tuple[Any, ...], fuse: bool, extra: list[Any],
+    ) -> "Captured | _Ran | None":  # fmt: skip
+        """`_graph` where the step is not known to be captured as it is now."""
+        have = self.captured.get(shape)
         # What was made anew is brought where the graph looks for it, which may be all it takes.
         for layer in cache.sparse_layers:
             layer.hold_still()
@@ -275,18 +286,9 @@ class StepGraphs:
             return "the model is not on a CUDA device"
         if self.autocast:
             return "the call is under torch.autocast"
-        if step.mode != "decode" or step.count != 1:
-            return "it verifies a caller's own tokens"
-        if call.get("input_ids") is None:
-            return "the call has embeddings instead of ids"
-        if call.get("position_ids") is None:
-            return "the call has no position_ids"
-        other = [
-            key for key, value in call.items()
-            if key not in _PLAIN and key != name and not (value is None or value is False or value == {})
-        ]  # fmt: skip
-        if other:
-            return f"the call has {', '.join(sorted(other))}"
+        why = not_plain(call, step, name)
+        if why is not None:
+            return why
         if config.lookahead == "none" and (config.sink_blocks or config.recent_blocks):
             return "lookahead='none' keeps sink or recent blocks"
         if cache.stepper.reach.dynamic or cache.stepper.reach.longrope:

@@ -60,7 +60,7 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
                 f"head_dim {dim} in {key_states.dtype}: use DynamicCache for this model."
             )
         device, dtype = key_states.device, key_states.dtype
-        self.working_set = WorkingSet(state.slots, rows, heads, dim, dtype, device, state.config.seed)
+        self.working_set = WorkingSet(state.most_slots, rows, heads, dim, dtype, device, state.config.seed)
         self.summaries = Summaries(state.config, rows, heads, dim, dtype, device)
         self.counters = Counters(heads, device)
         self.device, self.heads, self.is_initialized = device, heads, True
@@ -133,6 +133,8 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
         if self.index == 0:
             self.store.ensure(step.starts, step.ends)
         self.summaries.ensure(max(step.ends) // BLOCK)
+        if self.state.dense and 0 in step.starts:
+            self.working_set.ensure(-(-max(step.ends) // BLOCK))
         for row, start in enumerate(step.starts):
             kept = step.kept(row, keys.device)
             row_keys, row_values = (x[row] if kept is None else x[row].index_select(1, kept) for x in (keys, values))
@@ -164,6 +166,8 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
             lead = self.store.load(self.index, row, first * BLOCK, start, keys)[0]
             closed = torch.cat((lead, keys), 1)
         self.store.write(self.index, row, start, keys, values)
+        if self.state.dense and start == 0:
+            self.working_set.place(row, keys, values)
         if last > first:
             self.summaries.write(row, first, closed[:, : (last - first) * BLOCK].unflatten(1, (-1, BLOCK)))
 

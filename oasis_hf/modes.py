@@ -17,7 +17,7 @@ from .drafters import make_drafter
 from .lookahead import wants_drafts
 from .placing import placed
 from .sliding import SlidingLayer
-from .state import State
+from .state import EVERY_SLOT, State
 from .store import ResidentStore
 from .summaries import Summaries
 from .working_set import WorkingSet
@@ -41,8 +41,8 @@ MODES = {
 PAPER_SCORE: dict[str, Any] = dict(scorer="minmax", reduction="max", summary_dtype="model", tokens_per_summary=16)
 """Knobs of the score that Quest and the paper have."""
 
-EVERYTHING = 1 << 24
-"""Budget of `dense` in tokens, more than any context: slots are allocated as they are needed."""
+EVERYTHING = BLOCK * EVERY_SLOT
+"""Budget of `dense` in tokens."""
 
 TAU = 0.9
 """`correct_below` of `previous` where the caller names none: FreeKV takes 0.8 to 0.9."""
@@ -140,6 +140,10 @@ def _load(model: Any, mode: str, config: OasisConfig, context: int, drafter: Any
     for name, value in (("context", context), ("rows", rows)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name}={value!r} is not allowed: use an integer >= 1.")
+    if config.sparsify != "always":
+        raise ConfigError(
+            f"sparsify={config.sparsify!r} takes as much memory as there is: leave it out, or take mode='dense'."
+        )
     held = make_drafter(drafter, model, config).bytes_for(rows) if wants_drafts(config) else (0, 0)
     return _Load(model, mode, config, context, rows, held)
 

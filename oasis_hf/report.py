@@ -12,6 +12,7 @@ from .sliding import SlidingLayer
 from .stats import COUNTERS
 
 if TYPE_CHECKING:
+    from .graphs import StepGraphs
     from .state import State
     from .step import Stepper
 
@@ -23,6 +24,7 @@ class Report:
     stepper: "Stepper"
     layers: list[Any]
     drafter: Any
+    graphs: "StepGraphs"
     _watched: int | None = None
     _snapshots: list[torch.Tensor]
 
@@ -126,8 +128,13 @@ class Report:
         state, stepper = self.state, self.stepper
         rows = state.rows.tokens if state.rows is not None else []
         held = f"{len(rows)} rows of {max(rows, default=0):,} tokens at most" if rows else "empty"
-        line = f"OasisCache, {held}; {state.slots} slots a KV head, cap {state.cap} blocks a step; lookahead "
+        line = f"OasisCache, {held}; {state.slots} slots a KV head, cap {state.cap} blocks a step; "
+        if state.sparsity is not None:
+            line += "dense; " if state.dense else f"sparse ({state.sparsity.why}); "
+        line += "lookahead "
         line += f"{state.config.lookahead} by drafter {self.drafter.name}; {stepper.forwards:,} forwards"
+        if self.graphs.experts is not None:
+            line += f"; experts {self.graphs.experts.told()}"
         if stepper.passes:
             line += f", {stepper.passed / stepper.passes:.2f} tokens a verified row"
         told = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from . import sparsify
 from .config import BLOCK
 from .state import State
 
@@ -57,6 +58,9 @@ class Room:
         """The same for one token more, beside a step of `count` tokens that the device has just begun. Nothing is
         raised for want of memory: the step that needs it will."""
         rows, store = self.state.need_rows(), self.state.store
+        if not sparsify.has_room(self, count + 1):  # type: ignore[arg-type]
+            self.state.ready = None
+            return
         try:
             self._make_room(count + 1)
         except (MemoryError, torch.OutOfMemoryError):

@@ -86,11 +86,33 @@ class Selecting:
         lengths = rows.lengths(self.device)
         working_set.forget_from(torch.tensor(self.state.dirty_from, device=self.device))
         self._open("first")
+        if self.state.dense and not self.state.lacks:
+            return  # all closed blocks are there
         assert self.recent is not None
         query, ones = self.recent[:, :, -1:], lengths.new_ones((len(rows), 1), dtype=torch.float32)
         self._fetch("first", query, ones, lengths, working_set.allocated)
         if any(n == working_set.allocated * BLOCK for n in rows.tokens):
             self._fill_last_slot(lengths)
+
+    def condense(self, slots: int) -> None:
+        """Of a batch that was dense, leave the open block and what the last token's own query chooses, in so many slots
+        at most; nothing crosses the link."""
+        rows, own = self.state.need_rows(), self.working_set
+        if own.allocated <= slots:
+            return
+        lengths, heads = rows.lengths(self.device), own.table.shape[1]
+        own.forget_from(torch.tensor(self.state.dirty_from, device=self.device))
+        if self.recent is None or not rows.most_blocks:  # nothing has been asked of it yet
+            return own.keep_blocks(torch.arange(slots, device=self.device).expand(len(rows), heads, slots))
+        ones = lengths.new_ones((len(rows), 1), dtype=torch.float32)
+        closed = lengths // BLOCK
+        scores = self.summaries.score(self.recent[:, :, -1:], closed, ones, self.scaling, rows.most_blocks)
+        best = scores.topk(min(slots - 1, scores.shape[2]))
+        chosen = best.indices.masked_fill(best.values == -torch.inf, -1)
+        opened = (lengths % BLOCK > 0)[:, None, None]
+        none, first = torch.full_like(chosen[..., :1], -1), closed[:, None, None].expand(-1, heads, 1)
+        ordered = torch.where(opened, torch.cat((first, chosen), 2), torch.cat((chosen, none), 2))
+        own.keep_blocks(ordered)
 
     def _fill_last_slot(self, lengths: torch.Tensor) -> None:
         """A row of exactly S closed blocks has no open one: its last block takes the slot that K = S - 1 leaves. It is

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +15,12 @@ from .rows import Rows
 from .store import BlockStore, HostStore, ResidentStore, SplitStore, TieredStore, file_pages
 from .summaries import GROWTH
 from .tail import Tail
+
+if TYPE_CHECKING:
+    from .sparsify import Sparsity
+
+EVERY_SLOT = 1 << 20
+"""Slots, more than any context has blocks: they are allocated as they are needed."""
 
 
 @dataclass
@@ -108,6 +115,7 @@ class State:
         slots, cap: S and C. window: recent queries kept a layer.
         first_due: the working set must be selected anew before the next decode step.
         devices: of each sparse layer, where they are several; None: all are on one.
+        sparsity: whether the batch is dense at the time; None: `sparsify` is "always". heads: KV heads.
         make_store: makes the store of rows, KV heads, head_dim, dtype and device; None: as the config says.
         dirty_from: a row's first block whose slot is out of date since the last selection.
     """
@@ -117,7 +125,8 @@ class State:
         self.rows: Rows | None = None
         self.store: BlockStore | None = None
         self.slots = self.cap = 0
-        self.block_bytes = 0
+        self.block_bytes = self.heads = 0
+        self.sparsity: Sparsity | None = None
         self.step: Step | None = None
         self.number = 0
         self.devices: list[torch.device] | None = None
@@ -146,7 +155,10 @@ class State:
                 )
             self.block_bytes = 2 * BLOCK * dim * keys.element_size()
             self.slots = config.slots_for(self.sparse_layers, rows, heads, self.block_bytes)
-            self.cap = config.fetch_cap(self.slots)
+            self.cap, self.heads = config.fetch_cap(self.slots), heads
+            if self.sparsity is not None:
+                ends = self.step.ends if self.step is not None else self.need_rows().tokens
+                self.sparsity.begin(self, ends, keys.device)
             self._check_device_memory(keys)
             if self.make_store is not None:
                 self.store = self.make_store(rows, heads, dim, dtype, keys.device)
@@ -187,7 +199,8 @@ class State:
     def _check_memory_of(self, device: torch.device, layers: int, keys: torch.Tensor) -> None:
         rows, heads, _, dim = keys.shape
         most = max(self.step.ends) if self.step is not None else 0
-        slots = layers * rows * heads * min(self.slots, most // BLOCK + 1) * self.block_bytes
+        most_slots = min(self.most_slots, most // BLOCK + 1) if self.dense else self.slots
+        slots = layers * rows * heads * min(most_slots, most // BLOCK + 1) * self.block_bytes
         size = 1 if self.config.summary_dtype == "int8" else keys.element_size()
         room = most // BLOCK + 1 + max(most // BLOCK // GROWTH, GROWTH)  # as much as their next growth takes
         summaries = layers * rows * heads * room * self.config.parts * 2 * dim * size
@@ -195,7 +208,7 @@ class State:
         if slots + summaries > free:
             raise MemoryError(
                 f"The working set needs {slots / 2**30:.2f} GiB ({layers} layers x {rows} rows x {heads} "
-                f"KV heads x {self.slots} slots x {self.block_bytes:,} bytes) and summaries {summaries / 2**30:.2f} "
+                f"KV heads x {most_slots} slots x {self.block_bytes:,} bytes) and summaries {summaries / 2**30:.2f} "
                 f"GiB of GPU memory, but {free / 2**30:.2f} GiB are free; use fewer rows, a smaller budget or "
                 "summary_dtype='int8'."
             )
@@ -211,6 +224,14 @@ class State:
                 "for, OasisCache(model)."
             )
         return self.step
+
+    def mark_read(self, step: Step) -> None:
+        """A prompt or chunk is in the store; while the batch is dense, rows that began in it are in their slots too."""
+        self.mark_dirty(step.starts)
+        if self.dense:
+            self.dirty_from = [
+                old if start else -(-end // BLOCK) for old, start, end in zip(self.dirty_from, step.starts, step.ends)
+            ]
 
     def mark_dirty(self, starts: list[int]) -> None:
         """Content at and beyond these tokens changed in the store only."""
@@ -232,14 +253,30 @@ class State:
     @property
     def grows_sparse(self) -> bool:
         """Whether any row fills its slots at its next block: from here on blocks are predicted."""
-        return self.need_rows().most_blocks >= self.slots
+        return not self.dense and self.need_rows().most_blocks >= self.slots
+
+    @property
+    def dense(self) -> bool:
+        return self.sparsity is not None and self.sparsity.dense
+
+    @property
+    def lacks(self) -> bool:
+        """Whether closed blocks are missing in the slots of a batch that is dense."""
+        closed = [n // BLOCK for n in self.need_rows().tokens]
+        return (self.sparsity is not None and self.sparsity.lacks) or any(map(operator.lt, self.dirty_from, closed))
+
+    @property
+    def most_slots(self) -> int:
+        """Slots that a KV head may have now: S, or as many as there are blocks."""
+        return EVERY_SLOT if self.dense else self.slots
 
     def fork(self) -> "State":
         self.ready = None  # pages are shared from here on
         other = State(self.config, self.sparse_layers, self.window)
         other.rows = self.rows.fork() if self.rows is not None else None
         other.store = self.store.fork() if self.store is not None else None
-        other.slots, other.cap, other.block_bytes = self.slots, self.cap, self.block_bytes
+        other.slots, other.cap, other.block_bytes, other.heads = self.slots, self.cap, self.block_bytes, self.heads
+        other.sparsity = None if self.sparsity is None else self.sparsity.fork()
         other.devices = self.devices
         other.number, other.first_due, other.dirty_from = self.number, self.first_due, list(self.dirty_from)
         return other

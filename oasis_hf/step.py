@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import attach, supported
+from . import attach, sparsify, supported
 from .config import TAIL
 from .lookahead import draft_rows, predicts_blocks, query_weights, row_weights, wants_drafts
 from .memo import Memo
@@ -161,6 +161,7 @@ class Stepper(Recall):
         cache.settle()
         state.tick()
         step = Step("prefill", state.number, count, list(rows.tokens), rows.columns, valid=valid)
+        sparsify.before_prompt(cache, step.ends)
         call["attention_mask"] = None
         try:
             with prefill_bar(state.config.progress, count, len(cache.layers)) as step.tick:
@@ -170,7 +171,7 @@ class Stepper(Recall):
                 state.store.join()  # interrupted or not: what comes later may read those pages, or get them
         self.forwards += 1
         starts = rows.lengths(cache.device).clone()
-        state.mark_dirty(step.starts)
+        state.mark_read(step)
         rows.extend(torch.ones((len(rows), count), dtype=torch.bool) if valid is None else valid)
         cache.drafter.observe(call.get("input_ids"), starts, valid)
         self.ended, self.over = None, 0
@@ -218,6 +219,7 @@ class Stepper(Recall):
         config, rows, ids = state.config, state.need_rows(), call.get("input_ids")
         self.forget()
         state.tick()
+        sparsify.before_step(cache, count)
         if state.first_due:
             cache.first_select()
         cache.prepare(count)
@@ -240,9 +242,7 @@ class Stepper(Recall):
             corrects=config.correct_below is not None and state.grows_sparse, taking=rows.taking,
         )  # fmt: skip
         step.tail = self.tail = Tail.chain(ids, positions, count, chain, others)
-        call = dict(call, attention_mask=None)
-        if positions is not None:
-            call["position_ids"] = positions
+        call = {**call, "attention_mask": None, **({} if positions is None else {"position_ids": positions})}
         verified = chain - 1 if config.speculate and verifies and chain else 0
         device = cache.device
         lengths = rows.lengths(device)
@@ -264,7 +264,8 @@ class Stepper(Recall):
                 rows.columns_on(device).add_(count)
             return out
 
-        out = cache.graphs.run(cache, run, call, step, name)
+        with sparsify.timing(cache):
+            out = cache.graphs.run(cache, run, call, step, name)
         if step.replayed:
             cache.prepare_ahead(count)
         self.forwards += 1

@@ -9,6 +9,7 @@ from .config import BLOCK, TAIL
 from .ops import cuda
 from .ops.reference import evict_key
 from .stats import Counters
+from .summaries import GROWTH
 from .tail import Entry, at_entry
 
 Plan = tuple[torch.Tensor, torch.Tensor]
@@ -16,6 +17,14 @@ Plan = tuple[torch.Tensor, torch.Tensor]
 
 FIRST_SLOTS = 8
 """Slots allocated at first; doubled while rows are short, so that a large budget costs nothing until it is used."""
+
+FEW_SLOTS = 64
+"""So many are doubled no longer: more are added by an eighth, and at least so many."""
+
+
+def grown(have: int, want: int) -> int:
+    """How many slots there are once there were `have` and `want` are needed."""
+    return have if want <= have else max(want, have + min(have, max(FEW_SLOTS, have // GROWTH)), FIRST_SLOTS)
 
 
 class WorkingSet:
@@ -50,9 +59,9 @@ class WorkingSet:
 
     def ensure(self, blocks: int) -> None:
         """At least `min(blocks, slots)` slots."""
-        have, want = self.allocated, min(blocks, self.slots)
-        if want > have:
-            more = min(max(want, 2 * have, FIRST_SLOTS), self.slots) - have
+        have = self.allocated
+        more = min(grown(have, min(blocks, self.slots)), self.slots) - have
+        if more > 0:
             rows, heads, _, dim = self.keys.shape
             room = self.keys.new_zeros((rows, heads, more * BLOCK, dim))
             empty = self.table.new_full((rows, heads, more), -1)
@@ -64,6 +73,32 @@ class WorkingSet:
             ]  # fmt: skip
             # All or none: it may be tried again after there was no memory for one of them.
             self.keys, self.values, self.table, self.last_selected, self.fresh, self.order = new
+
+    def place(self, row: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """All that a row holds, `[H, n, D]` each: block i goes to slot i. There must be room."""
+        tokens = keys.shape[1]
+        blocks = -(-tokens // BLOCK)
+        self.keys[row, :, TAIL : TAIL + tokens] = keys
+        self.values[row, :, TAIL : TAIL + tokens] = values
+        self.table[row] = -1
+        self.table[row, :, :blocks] = torch.arange(blocks, device=keys.device)
+        self.last_selected[row] = 0
+        self.fresh[row] = False
+
+    def keep_blocks(self, blocks: torch.Tensor) -> None:
+        """These `[B, H, k]` (-1 for none) stay where they are resident, all others go: k slots are left, as if they had
+        come to empty ones in this order."""
+        self.order = self._order(blocks.shape[2])
+        blocks = blocks[..., self.order]
+        known = torch.where(blocks >= 0, blocks, -2).unsqueeze(-1) == self.table.unsqueeze(2)  # [B, H, k, A]
+        resident, slot = known.any(-1), known.to(torch.uint8).argmax(-1)
+        at = (TAIL + slot.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=slot.device)).flatten(2)
+        tail = torch.arange(TAIL, device=slot.device).expand(*slot.shape[:2], TAIL)
+        at = torch.cat((tail, at), 2).unsqueeze(-1).expand(-1, -1, -1, self.keys.shape[-1])
+        self.keys, self.values = self.keys.gather(2, at), self.values.gather(2, at)
+        self.last_selected = self.last_selected.gather(2, slot)
+        self.fresh = self.fresh.gather(2, slot) & resident
+        self.table = torch.where(resident, blocks, -1)
 
     def write_tail(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Tail entries 0 and on. keys, values: `[B, H, q, D]`."""

@@ -319,6 +319,8 @@ def test_another_model_or_other_summaries_are_refused():
         PrefillWorker(model, StagingPool(10, 32, torch.float32))
     with pytest.raises(ConfigError, match="leave store"):
         PrefillWorker(model, StagingPool(10, DIM, torch.float32), store="file")
+    with pytest.raises(ConfigError, match="sparsify='auto' is for caches that decode"):
+        PrefillWorker(model, StagingPool(10, DIM, torch.float32), sparsify="auto")
 
 
 def test_a_server_that_is_started_again_is_read_on():
@@ -358,6 +360,11 @@ def test_a_model_of_sliding_windows_alone_has_no_pages_to_fetch(checked):
 def test_a_store_of_ones_own_is_refused(knobs):
     with Node(tiny("llama"), budget=96) as node, pytest.raises(ConfigError, match="leave store and host_dtype"):
         node.cache(prompt(1, 40), **knobs)
+
+
+def test_blocks_that_would_all_have_to_come_are_refused():
+    with Node(tiny("llama"), budget=96) as node, pytest.raises(ConfigError, match="sparsify='auto' would bring all"):
+        node.cache(prompt(1, 40), sparsify="auto")
 
 
 @pytest.mark.parametrize("length", [1, 40])

@@ -245,6 +245,11 @@ def from_prefill(prefilled: Prefilled, model: Any, drafter: Any = None, **knobs:
         raise ConfigError(
             "from_prefill keeps the pages that come in host memory as they are: leave store and host_dtype."
         )
+    if ours.sparsify != "always":
+        raise ConfigError(
+            f"sparsify={ours.sparsify!r} would bring all blocks of a request that was read elsewhere, of which "
+            "from_prefill brings what is selected: leave it 'always'."
+        )
     state, pages = cache.state, handle.pages
     far = prefilled.far
     near = Near(client.pool, far)

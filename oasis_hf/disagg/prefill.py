@@ -42,6 +42,11 @@ class PrefillWorker:
             raise ConfigError("PrefillWorker keeps pages in its staging pool as they are: leave store and host_dtype.")
         if placed(self.model).device.type == "cuda" and not staging.pool.pin:
             raise ConfigError("A model on a GPU writes its pages by itself: make the pool StagingPool(..., pin=True).")
+        if self.config.sparsify != "always":
+            raise ConfigError(
+                f"sparsify={self.config.sparsify!r} is for caches that decode, and PrefillWorker reads prompts: leave "
+                "it 'always'."
+            )
         self._reserved: dict[str, int] = {}
         self.terms = terms(self.model, self.config)
         layout = self.terms.layout

@@ -63,11 +63,17 @@ class ModelShape:
         except Exception as error:  # any model class may fail in any way without its weights
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"Can't make a model of this {type(config).__name__}: {reason}") from error
+        text = supported.text_config(model)
+        dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.bfloat16
+        return cls.of_model(model, dtype, weight_bits)
+
+    @classmethod
+    def of_model(cls, model: Any, dtype: torch.dtype, weight_bits: float | None = None) -> ModelShape:
+        """The same of a model that is there, which computes in `dtype`."""
         windows = supported.layer_windows(model)
         if None not in windows:
             raise ConfigError("All layers of this model have a sliding window: no cache grows, nothing to plan.")
         text = supported.text_config(model)
-        dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.bfloat16
         size = dtype.itemsize if weight_bits is None else weight_bits / 8
         dense, experts = _parameters(model)
         used = getattr(text, "num_experts_per_tok", None)
