@@ -108,6 +108,27 @@ void select_blocks(const Tensor& scores, const Tensor& table, const Tensor& last
                                as_stream(stream)));
 }
 
+void correct(const Tensor& scores, const OptionalTensor& heads, const Tensor& table, const Tensor& closed, double above,
+             const Tensor& step, const Tensor& counts, const Tensor& fired, int64_t stream) {
+    const char* op = "correct";
+    Checker check(op, scores, "scores");
+    rank(op, "scores", scores, 3);
+    rank(op, "table", table, 3);
+    int64_t rows = scores.size(0), kv_heads = scores.size(1), blocks = scores.size(2), slots = table.size(2);
+    check.dense(scores, "scores", kFloat, {ANY, ANY, ANY});
+    if (heads) check.dense(*heads, "heads", kBool, {rows, kv_heads});
+    check.dense(table, "table", kLong, {rows, kv_heads, ANY});
+    check.dense(closed, "closed", kLong, {rows});
+    check.dense(step, "step", kLong, {});
+    check.dense(counts, "counts", kLong, {2, kv_heads});
+    check.dense(fired, "fired", kLong, {rows + 1});
+    check.on_gpu();
+    launched(op, oasis::correct(scores.data_ptr<float>(), pointer<bool>(heads), table.data_ptr<int64_t>(),
+                                closed.data_ptr<int64_t>(), static_cast<float>(above), step.data_ptr<int64_t>(),
+                                counts.data_ptr<int64_t>(), fired.data_ptr<int64_t>(), rows, kv_heads, blocks, slots,
+                                as_stream(stream)));
+}
+
 // Slots of a buffer [B, H, TAIL + S*16, D].
 int64_t slots_of(const char* op, const Tensor& keys) {
     int64_t length = keys.size(2) - oasis::TAIL;
@@ -300,6 +321,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("summarize", &summarize);
     m.def("score", &score);
     m.def("select", &select_blocks);
+    m.def("correct", &correct);
     m.def("gather", &gather);
     m.def("gather_layers", &gather_layers);
     m.attr("GATHER_LAYERS") = oasis::GATHER_LAYERS;

@@ -53,6 +53,16 @@ cudaError_t select(const float* scores, int64_t* table, int64_t* last_selected, 
                    const int64_t* order, const int64_t* step, bool* fresh, int B, int H, int N, int S, int C,
                    int64_t* plan_block, int64_t* plan_slot, int64_t* counts, int64_t* wasted, cudaStream_t stream);
 
+// Which KV heads select again before they attend. scores: [B, H, N], those of the other heads become -inf. heads:
+// [B, H] bool, which; null: those in which the best min(S - 1, N) blocks hold more than `above` beyond the resident ones
+// (scores are shares then, not negative; +inf ones are left out). table: [B, H, S]. closed: [B] int64, 0: the row is not
+// asked. step: one int64. counts: [2, H] int64, added to (rows asked, rows corrected). fired: [1 + B] int64: rows and
+// steps in which a head of any layer was corrected, added to; then each row's last such step. H <= 32.
+// Floor: bytes = scores and table once.
+cudaError_t correct(float* scores, const bool* heads, const int64_t* table, const int64_t* closed, float above,
+                    const int64_t* step, int64_t* counts, int64_t* fired, int B, int H, int N, int S,
+                    cudaStream_t stream);
+
 // What is gathered for one layer. page_table: [B, H, *] int64 with strides, readable by the device. keys, values:
 // [B, H, TAIL + S*16, D]. plan_block, plan_slot: [B, H, C]; plan_block -1 skips.
 struct GatherLayer {

@@ -125,12 +125,15 @@ def branch(model: Any, prompts: Prompts, config: OasisConfig, drafter: Any = Non
 @torch.no_grad()
 def forced(model: Any, cache: Any, prompts: Prompts, tokens: torch.Tensor) -> torch.Tensor:
     """Logits `[B, S, V]` of the S steps behind the prompts, each given the next of `tokens` `[B, S]`."""
-    _read_rest(model, cache, prompts)
-    rows = []
-    for step in range(tokens.shape[1]):
-        out = _step(model, cache, prompts, tokens[:, step : step + 1], step)
-        rows.append(out[:, -1])
-    return torch.stack(rows, 1)
+    return torch.stack([forced_step(model, cache, prompts, tokens, step) for step in range(tokens.shape[1])], 1)
+
+
+@torch.no_grad()
+def forced_step(model: Any, cache: Any, prompts: Prompts, tokens: torch.Tensor, step: int) -> torch.Tensor:
+    """Logits `[B, V]` of one of these steps; the first of them reads the prompts' rest before."""
+    if step == 0:
+        _read_rest(model, cache, prompts)
+    return _step(model, cache, prompts, tokens[:, step : step + 1], step)[:, -1]
 
 
 @torch.no_grad()

@@ -5,7 +5,8 @@
 
 Qwen3-8B's shape, bfloat16, random weights, 16K tokens a row; every KV head fetches its whole cap. adds: the step is
 timed with parts left out, one more put back each time: no keys and values at all; the stacked draft; append and
-attention over the working set; scores; selection; transfer. What runs beside the model adds less than it takes, so
+attention over the working set; scores; selection; transfer; a correction lane that watches and never fires; one that
+moves its whole cap in every head, before each attention. What runs beside the model adds less than it takes, so
 beside that busy: the time that each operator's kernels run in a replayed step, by the profiler, overlapping or not (on
 a CPU: the operators themselves).
 """
@@ -21,7 +22,7 @@ from typing import Any
 
 import sweep
 import torch
-from report_tables import Lines, Row
+from report_tables import Lines, Row, bar
 from sweep import Point, Setting, Sweep, find, of, told
 
 from oasis_hf import OasisConfig, bench
@@ -33,10 +34,14 @@ ROWS = (1, 16, 44, 64)
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("bare", {"lookahead": "none"}), "draft": ("bare", {}), "append and attend": ("model", {}),
     "score": ("score", {}), "select": ("prediction", {}), "gather": ("whole", {}),
+    "watch": ("whole", {"correction": "auto", "correct_above": 1.0}), "correct": ("whole", {"correction": "always"}),
 }  # fmt: skip
 """What is put back, in turn: the part of `bench.STEPS` that then runs, and knobs."""
 
-OPERATORS = ("enter", "attend", "append", "summarize", "score", "select", "gather")
+WATCHES = 0.05
+"""Bar: the share of the tokens a second that a correction lane may cost which does not fire."""
+
+OPERATORS = ("enter", "attend", "append", "summarize", "score", "select", "correct", "gather")
 PROFILED = 5
 TITLE = "A step's overhead"
 
@@ -110,8 +115,14 @@ def counts(result: Row) -> list[int]:
 
 
 def bars(result: Row) -> list[Row]:
-    """None of its own: `decode.py` has those of the whole step."""
-    return []
+    """Of the correction lane: `decode.py` has those of the whole step."""
+    out = []
+    for count in counts(result):
+        plain, watched = (find(result["rows"], "adds", rows=count, step=name) for name in ("gather", "watch"))
+        if plain and watched:
+            cost = 1 - plain["ms"] / watched["ms"]
+            out.append(bar(f"{count} rows: tokens/s that a correction lane costs which watches", cost, WATCHES, True))
+    return out
 
 
 def lines(result: Row) -> list[Lines]:
@@ -121,7 +132,9 @@ def lines(result: Row) -> list[Lines]:
         whole = find(result["rows"], "adds", rows=count, step="gather")
         moved = [f"{whole['ms']:.2f}", f"{whole['bytes'] / 1e6:,.1f}"] if whole else ["", ""]
         rows.append([str(count), *(f"{parts[name]:+.3f}" if name in parts else "" for name in STEPS), *moved])
-    out: list[Lines] = [("ms that each part adds", ["rows", *STEPS, "whole step, ms", "MB over the link"], rows)]
+    out: list[Lines] = [
+        ("ms that each part adds", ["rows", *STEPS, "whole step but for the lane, ms", "MB over the link"], rows)
+    ]
     seen = of(result, "busy")
     if seen:
         cells = [

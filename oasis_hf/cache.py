@@ -322,6 +322,8 @@ class OasisCache(Report, Padding, Committing, Cache):
             state.store.reset()
         for layer in self.layers:
             layer.reset()
+        for have in state.fired.values():
+            have.zero_()
         self.drafter.reset()
         if self.prefixes is not None:
             self.prefixes.begin(self)

@@ -21,6 +21,7 @@ REDUCTIONS = ("max", "mean", "softmax-mean")
 STORES = ("host", "resident", "file")
 SPARSIFY = ("always", "never", "auto")
 EXPERTS = ("auto", "own", "grouped_mm", "batched_mm")
+CORRECTIONS = ("off", "auto", "always")
 
 
 class ConfigError(ValueError):
@@ -79,7 +80,12 @@ class OasisConfig:
             turned away from the last one's, so that the cosine between them (the mean over the group's query heads) is
             below this, selects by the current query and fetches before attention, uncapped (FreeKV, arXiv 2505.13109,
             with 0.8 to 0.9). Of several tokens in one call the first is compared. None: what was prefetched is
-            attended to.
+            attended to. With `correction="auto"` and any lookahead: corrected are the heads that turned away.
+        correction: `"auto"`: before a layer attends, its token's own query scores the blocks, and a KV head whose best
+            K hold more than `correct_above` of the predicted mass beyond what is resident fetches the best of them, at
+            most `correct_blocks`, which that layer alone waits for. `"always"`: every head does. `"off"`: none.
+        correct_above: that share, from 0 to 1, of the softmax over all closed blocks (the mean over a group's heads).
+        correct_blocks: most blocks that a correction moves, a KV head a layer a step; beyond the fetch cap.
         scorer: a name in `oasis_hf.scorers.SCORERS`: `"minmax"` (Quest's upper bound, the paper's) or
             `"midrange"` (midpoint + `half_range` x half-range).
         half_range: lambda of the `"midrange"` scorer.
@@ -133,6 +139,9 @@ class OasisConfig:
     lookahead: str | Mapping[str, float] = "auto"
     smooth_queries: int = 4
     correct_below: float | None = None
+    correction: str = "off"
+    correct_above: float = 0.2
+    correct_blocks: int = 8
     scorer: str = "midrange"
     half_range: float = 0.6
     reduction: str = "softmax-mean"
@@ -173,8 +182,7 @@ class OasisConfig:
         self._check_lookahead()
         _check_int("smooth_queries", self.smooth_queries, 1, 64)
         _check_number("correct_below", self.correct_below, -1.0, 1.0, none_ok=True)
-        if self.correct_below is not None and self.lookahead != "previous":
-            _fail("correct_below", self.correct_below, "None, or lookahead='previous'")
+        self._check_correction()
         _check_choice("scorer", self.scorer, tuple(SCORERS))
         _check_number("half_range", self.half_range, 0.0, 1.0)
         _check_choice("reduction", self.reduction, REDUCTIONS)
@@ -226,6 +234,19 @@ class OasisConfig:
         # A plain mapping would leave the frozen config mutable and unhashable.
         object.__setattr__(self, "lookahead", _Mix(self.lookahead))
 
+    def _check_correction(self) -> None:
+        _check_choice("correction", self.correction, CORRECTIONS)
+        _check_number("correct_above", self.correct_above, 0.0, 1.0)
+        _check_int("correct_blocks", self.correct_blocks, 1)
+        if self.correction != "off" and self.lookahead in ("on_demand", "none"):
+            _fail("correction", self.correction, f"'off' with lookahead={self.lookahead!r}")
+        if self.correct_below is None or self.correction == "auto":
+            return
+        if self.correction == "always":
+            _fail("correct_below", self.correct_below, "None with correction='always'")
+        if self.lookahead != "previous":
+            _fail("correct_below", self.correct_below, "None, or lookahead='previous', or correction='auto'")
+
     def check_protected(self, slots: int) -> None:
         """Raise `ConfigError` if sink and recent blocks leave nothing of `slots - 1` to select."""
         if self.sink_blocks + self.recent_blocks > slots - 1:
@@ -240,6 +261,16 @@ class OasisConfig:
         """S, block-sized slots a KV head; only where the budget is in tokens."""
         assert self.budget is not None
         return math.ceil(self.budget / BLOCK)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether a step may choose blocks before it attends beside those that were predicted."""
+        return self.correction != "off" or self.correct_below is not None
+
+    @property
+    def watches_mass(self) -> bool:
+        """Whether the mass that a head misses says if it is corrected."""
+        return self.correction == "auto" and self.correct_below is None
 
     @property
     def parts(self) -> int:

@@ -62,6 +62,7 @@ def forced_misses(on: bool, blocks: int = 0) -> Iterator[None]:
             rows, heads, most = self.vectors.shape[:3]
             most = max(most, blocks)
             noise = torch.rand((CHANCES, rows, heads, most), device=scores.device)
+            noise.mul_(2 / most)  # shares, about, for those who ask what is missing
             drawn["place"] = torch.arange(most, device=scores.device)
             if not blocks:
                 noise.masked_fill_(drawn["place"] >= closed[:, None, None], -torch.inf)
@@ -72,7 +73,8 @@ def forced_misses(on: bool, blocks: int = 0) -> Iterator[None]:
             torch.index_select(drawn["all"], 0, drawn["next"], out=drawn["now"][None])
             if blocks:
                 drawn["now"].masked_fill_(drawn["place"] >= closed[:, None, None], -torch.inf)
-        return drawn["now"][..., : scores.shape[2]].contiguous()
+        now = drawn["now"][..., : scores.shape[2]]
+        return now.clone() if len(rest) > 3 else now.contiguous()  # which scores it asks for: it may write over them
 
     try:
         if on:

@@ -325,7 +325,8 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
             sums.vectors,
             sums.scales,
         ]
-        return [*held, self.counters.values, self.queries, self.recent, *(self.plan or ()), self.store.table_on_device]
+        held += [self.counters.values, self.queries, self.recent, *(self.plan or ()), self.store.table_on_device]
+        return [*held, self.state.fired_on(self.device)] if self.state.config.corrects else held
 
     @property
     def device_bytes(self) -> tuple[int, int]:

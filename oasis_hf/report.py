@@ -53,10 +53,25 @@ class Report:
         return hits / (hits + stats["fetched"].sum(1) + stats["capped"].sum(1))
 
     def correction_rate(self) -> torch.Tensor:
-        """Share of KV heads, rows and steps in which a query had turned away (`correct_below`), `[sparse layers]`
-        float; nan where none was compared."""
+        """Share of KV heads, rows and steps in which the head was corrected before it attended (`correction`,
+        `correct_below`), `[sparse layers]` float; nan where none was compared."""
         stats = self.stats()
         return stats["corrected"].sum(1).double() / stats["compared"].sum(1) if stats else torch.zeros(0)
+
+    def corrections(self) -> dict[str, int]:
+        """What corrections did, of all layers: `heads` corrected, of `compared` ones (each counts rows and steps);
+        `steps` of a row in which any head was, of `of_steps`; `blocks` and `bytes` that they moved before attention."""
+        stats = self.stats()
+        if not stats or not self.state.config.corrects:
+            return dict.fromkeys(("heads", "compared", "steps", "of_steps", "blocks", "bytes"), 0)
+        blocks = int(stats["on_demand"].sum())
+        # Where a model's layers are on several devices, those of the device with the most.
+        fired = max((int(have[0]) for have in self.state.fired.values()), default=0)
+        return {
+            "heads": int(stats["corrected"].sum()), "compared": int(stats["compared"].sum()),
+            "steps": fired, "of_steps": int(stats["compared"][0, 0]), "blocks": blocks,
+            "bytes": blocks * self.state.block_bytes,
+        }  # fmt: skip
 
     def memory(self) -> dict[str, int]:
         """Bytes: `host` (the full KV, or what host memory holds of it where another tier, `file` or `remote`, holds it
@@ -137,6 +152,10 @@ class Report:
             line += f"; experts {self.graphs.experts.told()}"
         if stepper.passes:
             line += f", {stepper.passed / stepper.passes:.2f} tokens a verified row"
+        done = self.corrections()
+        if done["compared"]:
+            line += f", {done['steps']:,} of {done['of_steps']:,} steps of a row corrected"
+            line += f" ({done['bytes'] / 2**20:,.2f} MiB)"
         told = {
             "skipped by accepted drafts": stepper.skipped, "with too many rows to verify drafts": stepper.unverified,
             "with too many rows to stack drafts": stepper.undrafted,

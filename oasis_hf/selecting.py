@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import ops
 from .config import BLOCK
 from .lookahead import turned
 from .spans import span
@@ -34,20 +35,23 @@ class Selecting:
 
     def _fetch_now(self, step: Step, query: torch.Tensor, lengths: torch.Tensor) -> None:
         """What this step's own queries `[B, Hq, count, D]` choose is there before they attend, where it fetches on
-        demand or corrects. `recent` still ends with the token before."""
+        demand or corrects. It waits for nothing but what this layer fetches. `recent` still ends with the token
+        before."""
         if not (step.on_demand or step.corrects):
             return
-        heads, below = None, self.state.config.correct_below
-        if step.corrects:
-            assert self.recent is not None and below is not None
-            heads = turned(query[:, :, 0], self.recent[:, :, -1], self.heads, below)
-            takes = step.once(("takes", lengths.device), lambda: step.where_taking(lengths, -1) >= 0)[:, None]
-            heads = heads & takes
-            self.counters.add("compared", takes.sum(0).expand(self.heads))
-            self.counters.add("corrected", heads.sum(0))
+        config, cap, heads = self.state.config, self.working_set.allocated, None
+        if step.corrects and config.correction != "off":
+            cap = min(cap, config.correct_blocks)
+        if step.corrects and config.correct_below is not None:
+            assert self.recent is not None
+            heads = turned(query[:, :, 0], self.recent[:, :, -1], self.heads, config.correct_below)
+        elif step.corrects and config.correction == "always":
+            shape = (len(query), self.heads)
+            heads = step.once(("all heads", lengths.device), lambda: lengths.new_ones(shape, dtype=torch.bool))
         shape = (len(query), step.count)
         weights = step.once(("now", query.device), lambda: query.new_full(shape, 1 / step.count, dtype=torch.float32))
-        self._fetch("on_demand", query, weights, step.where_taking(lengths, 0), self.working_set.allocated, heads)
+        why = "on_demand" if step.on_demand else "correction"
+        self._fetch(why, query, weights, step.where_taking(lengths, 0), cap, heads)
         self.store.arrive(self.index)
 
     def _fetch(
@@ -55,26 +59,31 @@ class Selecting:
         heads: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Score, select and gather (in the pipeline's order), counting what moved under `why`. heads: `[B, H]` bool,
-        where; what stands in the others keeps its age. None: everywhere."""
+        which a correction is for; what stands in the others keeps its age. None: for those that miss too much."""
         step = self.state.step
         blocks = max(step.ends) // BLOCK if step else self.state.need_rows().most_blocks
         if step is not None and step.pipeline is not None:
             blocks = self.summaries.vectors.shape[2]
         if blocks == 0:
             return
+        config, closed, corrects = self.state.config, lengths // BLOCK, why == "correction"
         with span(f"predict layer {self.index}"):
-            scores = self.summaries.score(queries, lengths // BLOCK, weights, self.scaling, blocks)
-        if heads is not None:
-            scores = scores.masked_fill(~heads.unsqueeze(-1), -torch.inf)  # nothing is predicted by that
-        plan_block, plan_slot, counts, wasted = self.working_set.select(
-            scores, lengths, cap, self.state.clock(self.device)
-        )
+            # What is missing is a share of attention, whatever blocks are ordered by elsewhere.
+            reduction = "softmax-mean" if corrects and heads is None else config.reduction
+            scores = self.summaries.score(queries, closed, weights, self.scaling, blocks, reduction)
+        clock = self.state.clock(self.device)
+        if corrects:
+            ops.correct(
+                scores, heads, self.working_set.table, closed, config.correct_above, clock, self.counters.correction,
+                self.state.fired_on(self.device),
+            )  # fmt: skip
+        plan_block, plan_slot, counts, wasted = self.working_set.select(scores, lengths, cap, clock)
         self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
         if why == "fetched":
             self.counters.add_selection(counts, wasted)
         else:
-            self.counters.add(why, counts[1])
-            if heads is not None:
+            self.counters.add("on_demand" if corrects else why, counts[1])
+            if corrects:
                 self.counters.add("wasted", wasted)
 
     def first_select(self) -> None:

@@ -37,7 +37,7 @@ class Step:
         predicts: whether blocks are predicted. weights: `[B, W + drafts]`, what each recent and draft query counts in
             that, once it is known from `pair` `[2, W + drafts]`: with a draft and without.
         held: what the drafter uses on the device in this step, where that can be captured. replayed: it was.
-        on_demand: select and fetch before attending; corrects: the same, in KV heads whose query has turned away.
+        on_demand: select and fetch before attending; corrects: the same, in KV heads whose prediction went wrong.
         taking: `[B]` bool, which rows take the token; None: all. The others run along, and nothing of them changes.
         pipeline: side streams of the step that is being captured; None: it runs eagerly.
         attended: indices of the layers that have attended in it. windows: of the masks that the model has asked for.
@@ -132,6 +132,7 @@ class State:
         self.devices: list[torch.device] | None = None
         self.make_store: Callable[[int, int, int, torch.dtype, torch.device], BlockStore] | None = None
         self._clocks: dict[torch.device, torch.Tensor] = {}
+        self.fired: dict[torch.device, torch.Tensor] = {}
         self.first_due = False
         self.dirty_from: list[int] = []
         # Blocks a row for which pages, slots and summaries are there; None: unknown.
@@ -250,6 +251,17 @@ class State:
             self._clocks[device] = torch.tensor([self.number, self.number - 1], device=device)
         return self._clocks[device][back]
 
+    def fired_on(self, device: torch.device) -> torch.Tensor:
+        """`[1 + B]` int64 on a device: steps of a row in which a head of its layers there was corrected, all of them
+        counted; then the last such step of each row, its `number`."""
+        have, rows = self.fired.get(device), len(self.need_rows())
+        if have is None or len(have) != 1 + rows:
+            new = torch.zeros(1 + rows, dtype=torch.int64, device=device)
+            if have is not None:
+                new[:1] = have[:1]
+            have = self.fired[device] = new
+        return have
+
     @property
     def grows_sparse(self) -> bool:
         """Whether any row fills its slots at its next block: from here on blocks are predicted."""
@@ -278,6 +290,7 @@ class State:
         other.slots, other.cap, other.block_bytes, other.heads = self.slots, self.cap, self.block_bytes, self.heads
         other.sparsity = None if self.sparsity is None else self.sparsity.fork()
         other.devices = self.devices
+        other.fired = {device: have.clone() for device, have in self.fired.items()}
         other.number, other.first_due, other.dirty_from = self.number, self.first_due, list(self.dirty_from)
         return other
 

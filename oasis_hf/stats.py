@@ -10,8 +10,8 @@ COUNTERS = (
 """Blocks, summed over rows and steps. hits: predicted and resident; fetched: moved in by a decode step under the
 cap; capped: predicted but over the cap; late: not there when attention started; wasted: moved in and evicted unread;
 first: moved by a first selection; reopened: moved because `crop` reopened their block; on_demand: moved on the
-critical path. Two count rows and steps instead: compared: in which a query was compared with the last one
-(`correct_below`); corrected: in which it had turned away, so that the head selected before attention."""
+critical path. Two count rows and steps instead: compared: in which it was asked whether a head is to be corrected
+(`correction`, `correct_below`); corrected: in which it was, so that the head selected before attention."""
 
 
 class Counters:
@@ -23,6 +23,11 @@ class Counters:
     def of(self, name: str) -> torch.Tensor:
         """`[H]` int64, a view."""
         return self.values[COUNTERS.index(name)]
+
+    @property
+    def correction(self) -> torch.Tensor:
+        """`[2, H]` int64, a view: compared, corrected."""
+        return self.values[COUNTERS.index("compared") :][:2]
 
     def add(self, name: str, amount: torch.Tensor) -> None:
         """amount: `[H]`."""

@@ -239,7 +239,7 @@ class Stepper(Recall):
             mode, state.number, count, list(rows.tokens), rows.columns, chain + others,
             predicts=state.grows_sparse and predicts_blocks(config),
             on_demand=config.lookahead == "on_demand" and state.grows_sparse,
-            corrects=config.correct_below is not None and state.grows_sparse, taking=rows.taking,
+            corrects=config.corrects and state.grows_sparse, taking=rows.taking,
         )  # fmt: skip
         step.tail = self.tail = Tail.chain(ids, positions, count, chain, others)
         call = {**call, "attention_mask": None, **({} if positions is None else {"position_ids": positions})}

@@ -59,14 +59,16 @@ class Summaries:
             self.scales[rows, :, index] = scales
 
     def score(
-        self, query: torch.Tensor, closed: torch.Tensor, weights: torch.Tensor, scaling: float, blocks: int
-    ) -> torch.Tensor:
-        """Scores `[B, H, blocks]` of the first `blocks` blocks: see `ops.reference.score`."""
+        self, query: torch.Tensor, closed: torch.Tensor, weights: torch.Tensor, scaling: float, blocks: int,
+        reduction: str | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Scores `[B, H, blocks]` of the first `blocks` blocks: see `ops.reference.score`. reduction: None: the
+        config's."""
         config = self.config
         scales = self.scales[:, :, :blocks] if self.scales.numel() else self.scales
         return ops.score(
             query, self.vectors[:, :, :blocks], scales, closed, weights, config.scorer, config.half_range,
-            config.reduction, scaling, config.sink_blocks, config.recent_blocks,
+            reduction or config.reduction, scaling, config.sink_blocks, config.recent_blocks,
         )  # fmt: skip
 
     def select_rows(self, index: torch.Tensor) -> None:

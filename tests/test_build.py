@@ -36,7 +36,7 @@ def extension(built):
 
 def test_every_operator_has_a_source_free_of_torch():
     names = {file.stem for file in build.sources()}
-    assert names == {"summarize", "score", "select", "gather", "write", "append", "enter", "attend"}
+    assert names == {"summarize", "score", "select", "gather", "write", "append", "enter", "attend", "correct"}
     for file in build.sources():
         assert not re.search(r"#include\s*[<\"](torch|ATen|c10)", file.read_text()), file.name
 
@@ -126,6 +126,10 @@ def calls():
             scores=torch.zeros(B, H, N), table=table, last_selected=ints(B, H, S), lengths=ints(B), order=ints(S),
             step=step, fresh=torch.zeros(B, H, S, dtype=torch.bool), plan_block=plan, plan_slot=plan.clone(),
             counts=ints(3, H), wasted=ints(H), stream=0,
+        ),
+        "correct": dict(
+            scores=torch.zeros(B, H, N), heads=torch.zeros(B, H, dtype=torch.bool), table=table, closed=ints(B),
+            above=0.1, step=step, counts=ints(2, H), fired=ints(1 + B), stream=0,
         ),
         "gather": dict(
             pages=pages, page_table=ints(B, H, 0), keys=keys, values=keys.clone(), plan_block=plan,

@@ -19,6 +19,9 @@ WRONG = {
                   ["draft"], {"draft": float("inf"), "previous": 1.0}, {"draft": float("nan"), "previous": 1.0}],
     "smooth_queries": [0, 65, 2.0, None],
     "correct_below": [0.9, -1.1, 1.01, float("nan"), "0.9", True],  # 0.9: with the default lookahead
+    "correction": ["on", None, True],
+    "correct_above": [-0.1, 1.1, float("nan"), None],
+    "correct_blocks": [0, 2.0, None],
     "scorer": ["quest", None],
     "half_range": [-0.1, 1.1, float("nan"), True],
     "reduction": ["sum", None],
@@ -61,6 +64,9 @@ RIGHT = {
     ],
     "smooth_queries": [1, 64],
     "correct_below": [None],
+    "correction": ["off", "auto", "always"],
+    "correct_above": [0, 1],
+    "correct_blocks": [1, 4096],
     "scorer": ["minmax", "midrange"],
     "half_range": [0, 1],
     "reduction": ["max", "mean", "softmax-mean"],
@@ -112,6 +118,21 @@ def test_a_threshold_belongs_to_previous_queries(below):
             OasisConfig(lookahead=lookahead, correct_below=below)
     with pytest.raises(ConfigError, match="use a number from -1.0 to 1.0 or None"):
         OasisConfig(lookahead="previous", correct_below=below + 2.1)
+
+
+def test_a_correction_belongs_to_predicted_blocks():
+    for lookahead in ("auto", "draft", "previous", "smoothed", "oracle", {"draft": 1, "previous": 1}):
+        assert OasisConfig(lookahead=lookahead, correction="always").corrects
+        assert OasisConfig(lookahead=lookahead, correction="auto").watches_mass
+        by_cosine = OasisConfig(lookahead=lookahead, correction="auto", correct_below=0.8)
+        assert by_cosine.corrects and not by_cosine.watches_mass
+    for lookahead in ("on_demand", "none"):
+        for correction in ("auto", "always"):
+            with pytest.raises(ConfigError, match=f"correction={correction!r} .* use 'off' with lookahead="):
+                OasisConfig(lookahead=lookahead, correction=correction)
+    with pytest.raises(ConfigError, match="correct_below=0.8 is not allowed: use None with correction='always'"):
+        OasisConfig(lookahead="previous", correction="always", correct_below=0.8)
+    assert not OasisConfig().corrects and OasisConfig(lookahead="previous", correct_below=0.8).corrects
 
 
 def test_the_tables_above_name_every_knob():

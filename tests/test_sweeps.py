@@ -245,9 +245,13 @@ def test_overhead(tmp_path, monkeypatch):
     result = run(overhead, tmp_path, monkeypatch)
     parts = overhead.adds(result, 2)
     assert list(parts) == list(overhead.STEPS)
-    assert sum(parts.values()) == pytest.approx(sweep.find(result["rows"], "adds", rows=2, step="gather")["ms"])
+    assert sum(parts.values()) == pytest.approx(sweep.find(result["rows"], "adds", rows=2, step="correct")["ms"])
+    (bar,) = result["bars"]
+    plain, watched = (sweep.find(result["rows"], "adds", rows=2, step=name)["ms"] for name in ("gather", "watch"))
+    assert bar["measured"] == pytest.approx(1 - plain / watched) and bar["bar"] == 0.05
     (busy,) = sweep.of(result, "busy")
     assert all(busy["busy_ms"][name] > 0 for name in ("attend", "append", "score", "select"))
+    assert busy["busy_ms"]["correct"] == 0  # there is no lane in that step
     assert 0 < sum(busy["busy_ms"].values()) < busy["wall_ms"]
     result["rows"] = [row for row in result["rows"] if row.get("step") != "score"]
     assert list(overhead.adds(result, 2)) == ["model", "draft", "append and attend"]

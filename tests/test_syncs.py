@@ -84,8 +84,10 @@ def newest(knobs):
         newest({"lookahead": "smoothed", "scorer": "minmax", "reduction": "max"}),
         newest({"lookahead": "on_demand", "summary_dtype": "model"}),
         newest({"lookahead": "previous", "correct_below": 0.1}),
+        newest({"lookahead": "draft", "correction": "auto", "correct_above": 0.05}),
+        newest({"lookahead": "smoothed", "correction": "always"}),
     ],
-    ids=["1-query", "2-queries", "3-queries", "4-queries", "smoothed", "on-demand", "corrected"],
+    ids=["1-query", "2-queries", "3-queries", "4-queries", "smoothed", "on-demand", "turned", "corrected", "always"],
 )
 def test_no_sync_inside_the_forward(family, knobs, capturable_experts):
     model = tiny(family)

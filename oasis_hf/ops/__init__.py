@@ -20,6 +20,10 @@ _SCHEMAS = {
         "(Tensor scores, Tensor(a!) table, Tensor(b!) last_selected, Tensor lengths, Tensor order, int cap, "
         "Tensor step) -> (Tensor, Tensor, Tensor)"
     ),
+    "correct": (
+        "(Tensor(a!) scores, Tensor? heads, Tensor table, Tensor closed, float above, Tensor step, Tensor(b!) counts, "
+        "Tensor(c!) fired) -> ()"
+    ),
     "enter": (
         "(Tensor query, Tensor new_keys, Tensor new_values, Tensor(a!) queries, int count, int window, "
         "Tensor(b!) keys, Tensor(c!) values, Tensor(d!) fresh) -> ()"
@@ -68,6 +72,7 @@ def _fake_append(keys, values, table, last_selected, lengths, order, new_keys, n
 torch.library.register_fake("oasis_hf::summarize", _fake_summarize)
 torch.library.register_fake("oasis_hf::score", _fake_score)
 torch.library.register_fake("oasis_hf::select", _fake_select)
+torch.library.register_fake("oasis_hf::correct", lambda *args: None)
 torch.library.register_fake("oasis_hf::enter", lambda *args: None)
 torch.library.register_fake("oasis_hf::gather", lambda *args: None)
 torch.library.register_fake("oasis_hf::write", lambda *args: None)
@@ -77,10 +82,11 @@ torch.library.register_fake("oasis_hf::attend", lambda query, *rest: query.new_e
 summarize = torch.ops.oasis_hf.summarize
 score = torch.ops.oasis_hf.score
 select = torch.ops.oasis_hf.select
+correct = torch.ops.oasis_hf.correct
 enter = torch.ops.oasis_hf.enter
 gather = torch.ops.oasis_hf.gather
 write = torch.ops.oasis_hf.write
 append = torch.ops.oasis_hf.append
 attend = torch.ops.oasis_hf.attend
 
-__all__ = ["append", "attend", "enter", "gather", "reference", "score", "select", "summarize", "write"]
+__all__ = ["append", "attend", "correct", "enter", "gather", "reference", "score", "select", "summarize", "write"]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ..config import BLOCK, TAIL
 from ..scorers import SCORERS
+from .correction import correct as correct
 
 
 def summarize(keys: torch.Tensor, scorer: str, parts: int, int8: bool) -> tuple[torch.Tensor, torch.Tensor]:
