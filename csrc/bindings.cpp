@@ -81,7 +81,9 @@ void score(const Tensor& query, const Tensor& summaries, const OptionalTensor& s
 
 void select_blocks(const Tensor& scores, const Tensor& table, const Tensor& last_selected, const Tensor& lengths,
                    const Tensor& order, const Tensor& step, const OptionalTensor& fresh, const Tensor& plan_block,
-                   const Tensor& plan_slot, const Tensor& counts, const OptionalTensor& wasted, int64_t stream) {
+                   const Tensor& plan_slot, const Tensor& counts, const OptionalTensor& wasted,
+                   const OptionalTensor& caps, const OptionalTensor& gains, const OptionalTensor& means, double rate,
+                   int64_t stream) {
     const char* op = "select";
     Checker check(op, scores, "scores");
     rank(op, "scores", scores, 3);
@@ -100,12 +102,30 @@ void select_blocks(const Tensor& scores, const Tensor& table, const Tensor& last
     check.dense(plan_slot, "plan_slot", kLong, {rows, heads, cap});
     check.dense(counts, "counts", kLong, {3, heads});
     if (wasted) check.dense(*wasted, "wasted", kLong, {heads});
+    oasis::Sharing sharing;
+    if (caps) check.dense(*caps, "caps", kInt, {rows, heads});
+    if (gains) {
+        check.dense(*gains, "gains", kFloat, {rows, heads, ANY});
+        sharing.gain_width = static_cast<int>(gains->size(2));
+        REQUIRE(sharing.gain_width >= cap, "oasis_hf.", op, ": `gains` must have room for ", cap, " blocks, not ",
+                sharing.gain_width, ".");
+    }
+    if (means) {
+        check.dense(*means, "means", kFloat, {rows, heads, ANY});
+        sharing.mean_stride = means->size(2);
+        REQUIRE(sharing.mean_stride >= blocks, "oasis_hf.", op, ": `means` must have room for ", blocks,
+                " blocks, not ", sharing.mean_stride, ".");
+    }
+    sharing.caps = pointer<int>(caps);
+    sharing.gains = pointer<float>(gains);
+    sharing.means = pointer<float>(means);
+    sharing.rate = static_cast<float>(rate);
     check.on_gpu();
     launched(op, oasis::select(scores.data_ptr<float>(), table.data_ptr<int64_t>(), last_selected.data_ptr<int64_t>(),
                                lengths.data_ptr<int64_t>(), order.data_ptr<int64_t>(), step.data_ptr<int64_t>(),
                                pointer<bool>(fresh), rows, heads, blocks, slots, cap, plan_block.data_ptr<int64_t>(),
                                plan_slot.data_ptr<int64_t>(), counts.data_ptr<int64_t>(), pointer<int64_t>(wasted),
-                               as_stream(stream)));
+                               sharing, as_stream(stream)));
 }
 
 void correct(const Tensor& scores, const OptionalTensor& heads, const Tensor& table, const Tensor& closed, double above,

@@ -129,6 +129,7 @@ class Checker {
 
 const ScalarType kModel[] = {ScalarType::BFloat16, ScalarType::Half};
 const ScalarType kLong[] = {ScalarType::Long};
+const ScalarType kInt[] = {ScalarType::Int};
 const ScalarType kFloat[] = {ScalarType::Float};
 const ScalarType kHalf[] = {ScalarType::Half};
 const ScalarType kBool[] = {ScalarType::Bool};

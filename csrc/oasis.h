@@ -43,6 +43,19 @@ cudaError_t score(const void* query, int64_t q_row, int64_t q_head, int64_t q_to
                   float scaling, int sink_blocks, int recent_blocks, float* out, void* scratch, Dtype dtype,
                   cudaStream_t stream);
 
+// How a step's transfer is shared out; pointers that are null take no part. caps: [B, H] int32, admitted blocks a row and
+// head instead of C. gains: [B, H, gain_width >= C], written: scores of the misses, best first, 1 at most, then zeros;
+// left alone where nothing has a score. means: [B, H, mean_stride >= N], averages of the finite scores, by which blocks
+// are chosen; negative where there is none yet. rate: what a new score counts.
+struct Sharing {
+    const int* caps = nullptr;
+    float* gains = nullptr;
+    int gain_width = 0;
+    float* means = nullptr;
+    int64_t mean_stride = 0;
+    float rate = 1.0f;
+};
+
 // scores: [B, H, N]. table, last_selected: [B, H, S] int64, changed in place. lengths: [B] int64. order: [S] int64.
 // step: one int64 on the device. fresh: [B, H, S] bool or null: set for admitted slots. plan_block, plan_slot:
 // [B, H, C] int64, C <= S. counts: [3, H] int64, added to (hits, fetched, capped). wasted: [H] int64 or null, added to:
@@ -51,7 +64,8 @@ cudaError_t score(const void* query, int64_t q_row, int64_t q_head, int64_t q_to
 // Floor: bytes = scores and tables once.
 cudaError_t select(const float* scores, int64_t* table, int64_t* last_selected, const int64_t* lengths,
                    const int64_t* order, const int64_t* step, bool* fresh, int B, int H, int N, int S, int C,
-                   int64_t* plan_block, int64_t* plan_slot, int64_t* counts, int64_t* wasted, cudaStream_t stream);
+                   int64_t* plan_block, int64_t* plan_slot, int64_t* counts, int64_t* wasted, const Sharing& sharing,
+                   cudaStream_t stream);
 
 // Which KV heads select again before they attend. scores: [B, H, N], those of the other heads become -inf. heads:
 // [B, H] bool, which; null: those in which the best min(S - 1, N) blocks hold more than `above` beyond the resident ones

@@ -15,6 +15,8 @@
 // 2. A slot whose block is within the first bound is a hit. One that is neither that nor open is a victim. A block
 //    within both bounds and not resident is a miss that may be admitted; misses beyond C are only counted.
 // 3. Both lists, mostly a handful, are sorted, and the i-th miss goes to the i-th victim.
+// Where a budget is shared out (`Sharing`), scores are averaged as they are read, and the sorted misses tell what they
+// promise. It is nothing but a few branches where it is not.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -46,6 +48,16 @@ __device__ uint32_t block_key(float score) {
     uint32_t key = bits >> 31 ? bits : bits ^ 0x7fffffffu;
     if (bits == 0x80000000u) key = 0x7fffffffu;  // -0 equals +0
     return score > -INFINITY ? key : NEVER;
+}
+
+__device__ float score_of_key(uint32_t key) { return __uint_as_float(key >> 31 ? key : key ^ 0x7fffffffu); }
+
+// What a score makes of its block's average (reference: `smoothed`, to the bit).
+__device__ float smooth(float score, float* mean, float rate) {
+    if (!(fabsf(score) < INFINITY)) return score;
+    const float old = *mean, now = old < 0.0f ? score : __fadd_rn(old, __fmul_rn(__fsub_rn(score, old), rate));
+    *mean = now;
+    return now;
 }
 
 __device__ uint64_t slot_word(int64_t block, int64_t last_selected, int64_t order, int slot) {
@@ -175,7 +187,7 @@ __global__ void __launch_bounds__(THREADS, 4)
                   const int64_t* __restrict__ lengths, const int64_t* __restrict__ order,
                   const int64_t* __restrict__ step, bool* __restrict__ fresh, int H, int N, int S, int C,
                   int64_t* __restrict__ plan_block, int64_t* __restrict__ plan_slot, int64_t* __restrict__ counts,
-                  int64_t* __restrict__ wasted) {
+                  int64_t* __restrict__ wasted, const Sharing sharing) {
     extern __shared__ uint64_t shared[];
     uint64_t* misses = shared;                                        // [C] words of the blocks to admit
     uint64_t* victims = misses + C;                                   // [S] words of the slots that may be given up
@@ -195,6 +207,7 @@ __global__ void __launch_bounds__(THREADS, 4)
     last_selected += outer * S;
     plan_block += outer * C;
     plan_slot += outer * C;
+    float* const means = sharing.means == nullptr ? nullptr : sharing.means + outer * sharing.mean_stride;
 
     if (STAGED)
         for (int i = tid; i < N; i += THREADS) copy_async(&keys[i], &scores[i]);
@@ -220,13 +233,24 @@ __global__ void __launch_bounds__(THREADS, 4)
     if (STAGED) {
         copies_arrived();
 #pragma unroll 4
-        for (int i = tid; i < N; i += THREADS)  // what this thread copied
-            keys[i] = block_key(__uint_as_float(keys[i]));
+        for (int i = tid; i < N; i += THREADS) {  // what this thread copied
+            const float score = __uint_as_float(keys[i]);
+            keys[i] = block_key(means == nullptr ? score : smooth(score, &means[i], sharing.rate));
+        }
+    } else if (means != nullptr) {
+#pragma unroll 1
+        for (int i = tid; i < N; i += THREADS) smooth(scores[i], &means[i], sharing.rate);
     }
     __syncthreads();
 
     const auto word_of = [&](int block) {
-        const uint32_t key = STAGED ? keys[block] : block_key(scores[block]);
+        uint32_t key;
+        if (STAGED) {
+            key = keys[block];
+        } else {
+            const float score = scores[block];
+            key = block_key(means != nullptr && fabsf(score) < INFINITY ? means[block] : score);
+        }
         return (uint64_t{key} << INDEX_BITS) | static_cast<uint32_t>(block);
     };
 
@@ -270,7 +294,8 @@ __global__ void __launch_bounds__(THREADS, 4)
     }
     __syncthreads();
 
-    const int given = n_victims, admitted = min(n_misses, given);
+    const int limit = sharing.caps == nullptr ? C : sharing.caps[outer];
+    const int given = n_victims, admitted = min(n_misses, min(given, limit));
     // The last warps sort the one while the first sort the other.
     sort_words(victims, given, misses, n_misses);
     __syncthreads();
@@ -288,6 +313,12 @@ __global__ void __launch_bounds__(THREADS, 4)
         bool& flag = fresh[outer * S + slot];
         if (flag && wasted != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(&wasted[head]), 1ULL);
         flag = true;
+    }
+    if (sharing.gains != nullptr && searches[0].found > 0) {
+        float* const gains = sharing.gains + outer * sharing.gain_width;
+#pragma unroll 1
+        for (int c = tid; c < sharing.gain_width; c += THREADS)
+            gains[c] = c < n_misses ? fminf(score_of_key(static_cast<uint32_t>(misses[c] >> INDEX_BITS)), 1.0f) : 0.0f;
     }
     if (C > given) {  // pairs beyond the victims name the other slots, in their order: all slots of a plan differ
 #pragma unroll 1
@@ -313,8 +344,11 @@ __global__ void __launch_bounds__(THREADS, 4)
 
 cudaError_t select(const float* scores, int64_t* table, int64_t* last_selected, const int64_t* lengths,
                    const int64_t* order, const int64_t* step, bool* fresh, int B, int H, int N, int S, int C,
-                   int64_t* plan_block, int64_t* plan_slot, int64_t* counts, int64_t* wasted, cudaStream_t stream) {
+                   int64_t* plan_block, int64_t* plan_slot, int64_t* counts, int64_t* wasted, const Sharing& sharing,
+                   cudaStream_t stream) {
     if (B < 0 || H < 0 || N < 0 || N > MAX_BLOCKS || S < 1 || S > MAX_SLOTS || C < 0 || C > S)
+        return cudaErrorInvalidValue;
+    if ((sharing.means != nullptr && sharing.mean_stride < N) || (sharing.gains != nullptr && sharing.gain_width < C))
         return cudaErrorInvalidValue;
     if (B == 0 || H == 0) return cudaSuccess;
     int device = 0, room = 0;
@@ -330,7 +364,7 @@ cudaError_t select(const float* scores, int64_t* table, int64_t* last_selected, 
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
     if (error != cudaSuccess) return error;
     kernel<<<B * H, THREADS, bytes, stream>>>(scores, table, last_selected, lengths, order, step, fresh, H, N, S, C,
-                                              plan_block, plan_slot, counts, wasted);
+                                              plan_block, plan_slot, counts, wasted, sharing);
     return cudaGetLastError();
 }
 

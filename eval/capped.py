@@ -13,6 +13,7 @@ from cells import Truth
 
 from oasis_hf.config import BLOCK, TAIL, OasisConfig
 from oasis_hf.ops import reference
+from oasis_hf.sharing import Shares
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Capped:
 
 def capped(
     truths: list[Truth], scores: list[torch.Tensor], first: list[torch.Tensor], prompt: int, budget: int,
-    fetch_ratio: float, origins: list[torch.Tensor] | None = None,
+    fetch_ratio: float, origins: list[torch.Tensor] | None = None, shares: Shares | None = None, rate: float = 1.0,
 ) -> Capped:  # fmt: skip
     """Walk through all steps of all texts at once (layers and texts are rows).
 
@@ -36,6 +37,8 @@ def capped(
         first: `[L, H, N]` a text, scores of the prompt's last query, which choose the first working set with no cap.
         prompt: tokens before step 0.
         origins: `Passes.origin` a text, which says in which steps a working set changes; None: in all.
+        shares: of one text, layers by one row: what a step moves is shared out by it (`fetch_ratio="auto"`), and not
+            capped by the ratio. rate: what the latest score counts in a block's average; 1: all.
     """
     mass, score, start = torch.cat([t.mass for t in truths]), torch.cat(scores), torch.cat(first)
     rows, heads, steps, _ = mass.shape
@@ -44,6 +47,11 @@ def capped(
         score = score.masked_fill(same.repeat_interleave(rows // len(origins), 0)[:, None, :, None], -torch.inf)
     config = OasisConfig(budget=budget, fetch_ratio=fetch_ratio)
     slots, cap = config.slots, config.fetch_cap(config.slots)
+    means = torch.full_like(start, -1.0) if rate < 1 else None
+    sharing: tuple[torch.Tensor | None, ...] = (None, None)
+    if shares is not None:
+        assert len(truths) == 1
+        cap, sharing = shares.gains.shape[-1], (shares.caps.flatten(0, 1), shares.gains.flatten(0, 1))
     device = mass.device
     lengths = torch.full((rows,), prompt, device=device)
     order = torch.arange(slots, device=device)
@@ -64,8 +72,10 @@ def capped(
         reference.append(keys, values, table, age, lengths, order, new, new, clock)
         lengths = lengths + 1
         if step + 1 < steps:
-            counts = reference.select(score[:, :, step + 1], table, age, lengths, order, cap, clock)[2]
-            moved += counts.sum(1)
+            asked = score[:, :, step + 1], table, age, lengths, order, cap, clock
+            moved += reference.select(*asked, *sharing, means, rate)[2].sum(1)
+            if shares is not None:
+                shares.share_out()
     missed = 1 - torch.stack(kept).double().mean((0, 2)).view(len(truths), -1).mean(1)
     each = moved.double() / (rows * heads * (steps - 1))
     return Capped(missed.tolist(), float(each[1]), float(each[2]))

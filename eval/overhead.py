@@ -1,14 +1,15 @@
 """Where a decode step's time goes: the model alone, and what each part of the cache's work adds.
 
     python eval/overhead.py --quick
-    python eval/overhead.py --out eval/results [--rows 1 16 44 64] [--points adds busy] [--seconds 560]
+    python eval/overhead.py --out eval/results [--rows 1 16 44 64] [--points adds busy shared] [--seconds 560]
 
 Qwen3-8B's shape, bfloat16, random weights, 16K tokens a row; every KV head fetches its whole cap. adds: the step is
 timed with parts left out, one more put back each time: no keys and values at all; the stacked draft; append and
 attention over the working set; scores; selection; transfer; a correction lane that watches and never fires; one that
 moves its whole cap in every head, before each attention. What runs beside the model adds less than it takes, so
 beside that busy: the time that each operator's kernels run in a replayed step, by the profiler, overlapping or not (on
-a CPU: the operators themselves).
+a CPU: the operators themselves). shared: prediction without transfer, with one cap for all and with the same budget
+shared out (`fetch_ratio="auto"`), which may add 1% of the step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from oasis_hf import OasisConfig, bench
 from oasis_hf.attach import cache_name
 from oasis_hf.forced import Injected, forced_misses
 
-PARTS = ("adds", "busy")
+PARTS = ("adds", "busy", "shared")
+MOST_SHARED = 0.01
 ROWS = (1, 16, 44, 64)
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("bare", {"lookahead": "none"}), "draft": ("bare", {}), "append and attend": ("model", {}),
@@ -53,11 +55,21 @@ def points(setting: Setting, rows: list[int]) -> Iterator[Point]:
             yield Point("adds", key, lambda n=count, name=name: timed(setting, n, name), f"adds {count}")
     for count in rows:
         yield Point("busy", {"rows": count}, lambda n=count: busy(setting, n), "busy")
+    for count in rows:
+        yield Point("shared", {"rows": count}, lambda n=count: shared(setting, n), "shared")
 
 
 def timed(setting: Setting, rows: int, name: str) -> Row:
     part, knobs = STEPS[name]
     return told(setting.step(part, rows, **knobs))
+
+
+def shared(setting: Setting, rows: int) -> Row:
+    """ms of a step that predicts and moves nothing, the shortest of two with one cap and of two that share, in turn."""
+    ways = [{}, {"fetch_ratio": "auto"}] * 2
+    ms = [setting.step("prediction", rows, **knobs).ms for knobs in ways]
+    one, auto = min(ms[::2]), min(ms[1::2])
+    return {"ms": one, "shared_ms": auto, "more": auto / one - 1}
 
 
 @torch.no_grad()
@@ -115,14 +127,17 @@ def counts(result: Row) -> list[int]:
 
 
 def bars(result: Row) -> list[Row]:
-    """Of the correction lane: `decode.py` has those of the whole step."""
+    """Of the correction lane and of what is shared out; `decode.py` has those of the whole step."""
     out = []
     for count in counts(result):
         plain, watched = (find(result["rows"], "adds", rows=count, step=name) for name in ("gather", "watch"))
         if plain and watched:
             cost = 1 - plain["ms"] / watched["ms"]
             out.append(bar(f"{count} rows: tokens/s that a correction lane costs which watches", cost, WATCHES, True))
-    return out
+    return out + [
+        bar(f"share of a step that sharing out adds, {row['rows']} rows", row["more"], MOST_SHARED, at_most=True)
+        for row in of(result, "shared")
+    ]
 
 
 def lines(result: Row) -> list[Lines]:
@@ -137,11 +152,20 @@ def lines(result: Row) -> list[Lines]:
     ]
     seen = of(result, "busy")
     if seen:
+        ran = [name for name in OPERATORS if any(name in row["busy_ms"] for row in seen)]
         cells = [
-            [str(row["rows"]), *(f"{row['busy_ms'][name]:.3f}" for name in OPERATORS), f"{row['other_ms']:.3f}"]
+            [str(row["rows"]), *(f"{row['busy_ms'].get(name, 0):.3f}" for name in ran), f"{row['other_ms']:.3f}"]
             for row in seen
         ]
-        out.append(("ms that each operator runs in a step, overlapping or not", ["rows", *OPERATORS, "others"], cells))
+        out.append(("ms that each operator runs in a step, overlapping or not", ["rows", *ran, "others"], cells))
+    both = of(result, "shared")
+    if both:
+        cells = [
+            [str(row["rows"]), f"{row['ms']:.3f}", f"{row['shared_ms']:.3f}", f"{row['more']:+.2%}"] for row in both
+        ]
+        out.append(
+            ("ms of a step that predicts, with one cap and shared out", ["rows", "one cap", "shared", ""], cells)
+        )
     return out
 
 
@@ -158,7 +182,7 @@ def draw(result: Row, path: Path) -> None:
     seen = of(result, "busy")
     names, floor = [str(row["rows"]) for row in seen], [0.0] * len(seen)
     for name in OPERATORS:
-        heights = [row["busy_ms"][name] for row in seen]
+        heights = [row["busy_ms"].get(name, 0) for row in seen]
         right.bar(names, heights, bottom=floor, label=name)
         floor = [a + b for a, b in zip(floor, heights)]
     right.set(xlabel="rows", ylabel="ms a step", title="what each operator runs, partly beside the model")

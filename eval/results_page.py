@@ -92,6 +92,13 @@ SECTIONS = (
     Section("fetch_cap", "What the fetch cap costs",
             "python eval/fetch_cap.py --device cuda --out eval/results/fetch_cap.json",
             "SmolLM2 over real texts of 7,000 tokens, budget 2064, against a dense cache.", of.fetch_cap),
+    Section("adaptive", "A budget that is shared out", "python eval/adaptive.py --out eval/results/adaptive.json",
+            "SmolLM2 over real texts of 7,000 tokens: missed attention mass with one fetch cap for all, and with the "
+            "same bytes shared out (`fetch_ratio=\"auto\"`)."),
+    Section("tail_estimate", "An estimate of what is not selected",
+            "python eval/tail_estimate.py --out eval/results/tail_estimate.json",
+            "KL to dense where the other blocks take part by a mean value a run or block, and where they don't: it "
+            "does not fall on every text, and the memory of the values serves better as slots, so the cache has none."),
     Section("hit_rate", "Which lookahead foretells the next step",
             "python eval/hit_rate.py --device cuda --out eval/results",
             "Six documents that SmolLM2 goes on with by itself, budget 1040. Agreement is with the 20 blocks that "

@@ -70,7 +70,7 @@ def dense_logits(model: Any, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
 
 @torch.no_grad()
 def oasis_logits(
-    model: Any, tokens: torch.Tensor, prompt: int, job: Job, fetch_ratio: float, head: Any = None, **knobs: Any
+    model: Any, tokens: torch.Tensor, prompt: int, job: Job, fetch_ratio: float | str, head: Any = None, **knobs: Any
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """`[B, S, V]` of an `OasisCache`, and its traffic: per row and decode step, summed over layers and KV heads."""
     drafter = drafter_for(job.lookahead, model, head, tokens)
@@ -80,12 +80,13 @@ def oasis_logits(
     logits = _steps(model, cache, tokens, prompt)
     stats = {name: float(value.sum()) for name, value in cache.stats().items()}
     each = tokens.shape[0] * (tokens.shape[1] - prompt)
+    most = cache.state.cap * len(cache.sparse_layers) * model.config.num_key_value_heads
+    if cache.state.shares is not None:
+        most = int(cache.state.shares.budget) // len(tokens)
     predicted = stats["hits"] + stats["fetched"] + stats["capped"]
     traffic = {
         "bytes_per_step": stats["fetched"] * cache.state.block_bytes / each,
-        "most_bytes_per_step": (
-            cache.state.cap * cache.state.block_bytes * len(cache.sparse_layers) * model.config.num_key_value_heads
-        ),
+        "most_bytes_per_step": most * cache.state.block_bytes,
         "hit_rate": stats["hits"] / max(predicted, 1),
         "capped_share": stats["capped"] / max(predicted, 1),
         "wasted_share": stats["wasted"] / max(stats["fetched"], 1),

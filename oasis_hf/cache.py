@@ -272,6 +272,8 @@ class OasisCache(Report, Padding, Committing, Cache):
         self.state.dirty_from = [self.state.dirty_from[i] for i in index]
         if self.state.store is not None:
             self.state.store.select_rows(index)
+        if self.state.shares is not None:
+            self.state.shares.select_rows(torch.tensor(index, device=self.state.shares.caps.device))
         for layer in self.layers:
             layer.select_rows(index)
         self.drafter.select_rows(index)
@@ -320,6 +322,8 @@ class OasisCache(Report, Padding, Committing, Cache):
         state.first_due = False
         if state.store is not None:
             state.store.reset()
+        if state.shares is not None:
+            state.shares.clear()
         for layer in self.layers:
             layer.reset()
         for have in state.fired.values():

@@ -42,6 +42,8 @@ class CapturedSteps:
         draft_queries: torch.Tensor | None
         _fetch_now: Any
         _append: Any
+        _share_out: Any
+        sharing: Any
 
     def _decode_captured(
         self, step: Step, pipeline: Pipeline, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
@@ -75,7 +77,9 @@ class CapturedSteps:
         assert self.plan is not None
         blocks = self.summaries.vectors.shape[2]
         scores = self.summaries.score(queries, closed, weights, self.scaling, blocks)
-        self.working_set.select_into(self.plan, self.counters, scores, lengths, self.state.clock(self.device))
+        clock = self.state.clock(self.device)
+        self.working_set.select_into(self.plan, self.counters, scores, lengths, clock, self.sharing)
+        self._share_out()
 
     @property
     def late(self) -> bool:

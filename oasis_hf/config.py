@@ -14,6 +14,12 @@ BLOCK = 16
 TAIL = 8
 """Most query tokens of one decode step: the new token and its drafts."""
 
+FETCH_RATIO = 0.05
+"""The fetch cap as a share of K where nobody says (paper, table 2)."""
+
+MOST_RATIO = 0.2
+"""Of K: most that `fetch_ratio="auto"` gives one KV head, layer and row in a step."""
+
 LOOKAHEADS = ("auto", "draft", "previous", "smoothed", "oracle", "on_demand", "none")
 SUMMARY_DTYPES = ("model", "int8")
 HOST_DTYPES = ("model", "float32", "float16", "bfloat16")
@@ -46,14 +52,14 @@ def _check_int(knob: str, value: Any, low: int, high: int | None = None, none_ok
 
 
 def _check_number(
-    knob: str, value: Any, low: float, high: float, open_low: bool = False, none_ok: bool = False
+    knob: str, value: Any, low: float, high: float, open_low: bool = False, none_ok: bool = False, other: str = ""
 ) -> None:
     if none_ok and value is None:
         return
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
     if not ok or (open_low and value == low):
         span = f"a number {'above' if open_low else 'from'} {low} {'up ' if open_low else ''}to {high}"
-        _fail(knob, value, span + (" or None" if none_ok else ""))
+        _fail(knob, value, span + (" or None" if none_ok else "") + (f" or {other}" if other else ""))
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,12 @@ class OasisConfig:
             rows it has then (`reset` and another batch: anew), so more rows later are refused. Excludes `budget`.
         block_size: tokens a block; 16 is the only size.
         fetch_ratio: the fetch cap as a share of K: at most `C = max(1, round(fetch_ratio * K))` blocks a KV head
-            a layer a step (paper, table 2).
+            a layer a step (paper, table 2). `"auto"`: a step's bytes, `fetch_bytes`, are shared out over layers, rows
+            and KV heads by the attention that each block promises, averaged over steps (needs
+            `reduction="softmax-mean"`, whose scores are shares of attention).
+        fetch_bytes: with `fetch_ratio="auto"`: most bytes that a decode step moves under its cap, over all layers, rows
+            and KV heads. None: what a ratio of 0.05 moves at most; on CUDA from host pages as much as the link moves
+            in the time that steps take, so that answers depend on it.
         lookahead: whose queries predict the next step's blocks. `"auto"`: what serves the drafter best, its
             `Drafter.lookahead` (a cache's report says which). `"draft"`: the drafter's rows; `"previous"`: the
             current token's; `"smoothed"`: the mean over the last `smooth_queries` tokens' standardised scores;
@@ -135,7 +146,8 @@ class OasisConfig:
     budget: int | None = None
     budget_bytes: int | None = None
     block_size: int = BLOCK
-    fetch_ratio: float = 0.05
+    fetch_ratio: float | str = FETCH_RATIO
+    fetch_bytes: int | None = None
     lookahead: str | Mapping[str, float] = "auto"
     smooth_queries: int = 4
     correct_below: float | None = None
@@ -178,7 +190,7 @@ class OasisConfig:
         _check_int("budget_bytes", self.budget_bytes, 1, none_ok=True)
         if self.block_size != BLOCK or not isinstance(self.block_size, int):
             _fail("block_size", self.block_size, f"{BLOCK}, the only block size")
-        _check_number("fetch_ratio", self.fetch_ratio, 0.0, 1.0, open_low=True)
+        self._check_fetch()
         self._check_lookahead()
         _check_int("smooth_queries", self.smooth_queries, 1, 64)
         _check_number("correct_below", self.correct_below, -1.0, 1.0, none_ok=True)
@@ -222,6 +234,15 @@ class OasisConfig:
         _check_int("seed", self.seed, 0)
         if self.budget is not None:
             self.check_protected(self.slots)
+
+    def _check_fetch(self) -> None:
+        if self.fetch_ratio != "auto":
+            _check_number("fetch_ratio", self.fetch_ratio, 0.0, 1.0, open_low=True, other="'auto'")
+            if self.fetch_bytes is not None:
+                _fail("fetch_bytes", self.fetch_bytes, "None, or fetch_ratio='auto'")
+        _check_int("fetch_bytes", self.fetch_bytes, 1, none_ok=True)
+        if self.fetch_ratio == "auto" and self.reduction != "softmax-mean":
+            _fail("fetch_ratio", "auto", "a number, or reduction='softmax-mean'")
 
     def _check_lookahead(self) -> None:
         if isinstance(self.lookahead, str):
@@ -310,7 +331,24 @@ class OasisConfig:
 
     def fetch_cap(self, slots: int) -> int:
         """C, most blocks admitted per KV head per layer per step."""
-        return max(1, round(self.fetch_ratio * (slots - 1)))
+        ratio = MOST_RATIO if isinstance(self.fetch_ratio, str) else self.fetch_ratio
+        return max(1, round(ratio * (slots - 1)))
+
+    def fetch_blocks(self, slots: int, heads: int, block_bytes: int) -> int:
+        """Most blocks that a step moves with `fetch_ratio="auto"`; `fetch_bytes` below one block raises `ConfigError`.
+
+        Args:
+            heads: KV heads of all sparse layers and rows. block_bytes: as in `slots_for`.
+        """
+        if self.fetch_bytes is None:
+            return heads * max(1, round(FETCH_RATIO * (slots - 1)))
+        if self.fetch_bytes < block_bytes:
+            _fail("fetch_bytes", self.fetch_bytes, f"at least {block_bytes:,} bytes, one block of one KV head")
+        return self.fetch_bytes // block_bytes
+
+    def shared_cap(self, slots: int, blocks: int, heads: int) -> int:
+        """C where `blocks` a step are shared out: most that one of `heads` KV heads of all layers and rows gets."""
+        return min(max(self.fetch_cap(slots), -(-2 * blocks // heads)), slots)
 
     def replace(self, **knobs: Any) -> "OasisConfig":
         """A copy with some knobs changed; unknown names raise `ConfigError`."""

@@ -139,7 +139,7 @@ def parts(predict: bool = True, transfer: bool = True, select: bool = True, work
         WorkingSet.select_into, WorkingSet.select = into, selection  # type: ignore[method-assign]
 
 
-def _nothing(self: WorkingSet, scores: Any, lengths: Any, cap: int, step: Any) -> tuple[torch.Tensor, ...]:
+def _nothing(self: WorkingSet, scores: Any, lengths: Any, cap: int, *rest: Any) -> tuple[torch.Tensor, ...]:
     """In place of `WorkingSet.select`: no plan, nothing counted."""
     plan = self.table.new_full((*self.table.shape[:2], min(cap, self.table.shape[2])), -1)
     counts = self.table.new_zeros((4, self.table.shape[1]))

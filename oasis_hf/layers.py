@@ -194,6 +194,7 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
             queries = torch.cat((self.recent, self.draft_queries), 2)
             after = step.where_taking(lengths + step.count, 0)
             self._fetch("fetched", queries, step.on("weights", keys.device), after, self.state.cap)
+            self._share_out()
         return out
 
     def _append(self, entry: Entry, lengths: torch.Tensor, tokens: list[int] | None, age: torch.Tensor) -> None:
@@ -271,6 +272,7 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
         rows = self.state.need_rows()
         keep = torch.tensor([-(-n // BLOCK) for n in rows.tokens], device=self.device)
         self.working_set.forget_from(keep)
+        self.summaries.forget_from(torch.tensor([n // BLOCK for n in rows.tokens], device=self.device))
         if reopened and not self.state.first_due:
             self._open("reopened")
         if self.recent is not None and any(removed):
@@ -325,6 +327,8 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
             sums.vectors,
             sums.scales,
         ]
+        shared = self.state.shares.place() if self.state.shares is not None else []
+        held += [sums.means, *shared]
         held += [self.counters.values, self.queries, self.recent, *(self.plan or ()), self.store.table_on_device]
         return [*held, self.state.fired_on(self.device)] if self.state.config.corrects else held
 

@@ -143,7 +143,10 @@ class Report:
         state, stepper = self.state, self.stepper
         rows = state.rows.tokens if state.rows is not None else []
         held = f"{len(rows)} rows of {max(rows, default=0):,} tokens at most" if rows else "empty"
-        line = f"OasisCache, {held}; {state.slots} slots a KV head, cap {state.cap} blocks a step; "
+        cap = f"cap {state.cap} blocks"
+        if state.shares is not None:
+            cap = f"{int(state.shares.budget):,} blocks in all, at most {state.cap} a KV head,"
+        line = f"OasisCache, {held}; {state.slots} slots a KV head, {cap} a step; "
         if state.sparsity is not None:
             line += "dense; " if state.dense else f"sparse ({state.sparsity.why}); "
         line += "lookahead "

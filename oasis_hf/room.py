@@ -50,6 +50,8 @@ class Room:
                 "outside `with cache.mode(...)` or under mode('prefill')."
             )
         self.state.dirty_from = self._make_room(count)
+        if self.state.pace is not None and self.state.shares is not None:
+            self.state.pace.begin(self.state.shares)
         for layer in self.layers:
             if layer.is_sliding:
                 layer.prepare(count)

@@ -9,11 +9,12 @@ import torch
 from . import ops
 from .config import BLOCK
 from .lookahead import turned
+from .ops import cuda
 from .spans import span
 from .state import State, Step
 from .stats import Counters
 from .summaries import Summaries
-from .working_set import WorkingSet
+from .working_set import Sharing, WorkingSet
 
 
 class Selecting:
@@ -77,7 +78,8 @@ class Selecting:
                 scores, heads, self.working_set.table, closed, config.correct_above, clock, self.counters.correction,
                 self.state.fired_on(self.device),
             )  # fmt: skip
-        plan_block, plan_slot, counts, wasted = self.working_set.select(scores, lengths, cap, clock)
+        sharing = self.sharing if why == "fetched" else cuda.NO_SHARING
+        plan_block, plan_slot, counts, wasted = self.working_set.select(scores, lengths, cap, clock, sharing)
         self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
         if why == "fetched":
             self.counters.add_selection(counts, wasted)
@@ -86,6 +88,19 @@ class Selecting:
             if corrects:
                 self.counters.add("wasted", wasted)
 
+    @property
+    def sharing(self) -> Sharing:
+        """What `ops.select` is told of `fetch_ratio="auto"`."""
+        shares = self.state.shares
+        if shares is None:
+            return cuda.NO_SHARING
+        return shares.caps[self.index], shares.gains[self.index], self.summaries.means, shares.rate
+
+    def _share_out(self) -> None:
+        """Behind the last layer's selection: the next step's caps."""
+        if self.state.shares is not None and self.index == self.state.sparse_layers - 1:
+            self.state.shares.share_out()
+
     def first_select(self) -> None:
         """The working set after a prefill: the open block, and the last token's own top-K with no cap. Residents that
         are still true stay."""
@@ -93,7 +108,9 @@ class Selecting:
         working_set = self.working_set
         working_set.ensure(rows.most_blocks)
         lengths = rows.lengths(self.device)
-        working_set.forget_from(torch.tensor(self.state.dirty_from, device=self.device))
+        dirty = torch.tensor(self.state.dirty_from, device=self.device)
+        working_set.forget_from(dirty)
+        self.summaries.forget_from(dirty)
         self._open("first")
         if self.state.dense and not self.state.lacks:
             return  # all closed blocks are there

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .config import BLOCK, ConfigError, OasisConfig
+from .pacing import Pace, link_rate
 from .pipeline import Pipeline
 from .rows import Rows
+from .sharing import Shares
 from .store import BlockStore, HostStore, ResidentStore, SplitStore, TieredStore, file_pages
 from .summaries import GROWTH
 from .tail import Tail
@@ -112,7 +114,8 @@ class State:
     Attributes:
         rows: lengths and validity; None before the first forward.
         store: where the full KV lives; made when the first sparse layer sees its keys.
-        slots, cap: S and C. window: recent queries kept a layer.
+        slots, cap: S and C. shares: with `fetch_ratio="auto"`, whose part of a step's transfer is how large;
+            pace: how much that is where nobody says. window: recent queries kept a layer.
         first_due: the working set must be selected anew before the next decode step.
         devices: of each sparse layer, where they are several; None: all are on one.
         sparsity: whether the batch is dense at the time; None: `sparsify` is "always". heads: KV heads.
@@ -125,6 +128,8 @@ class State:
         self.rows: Rows | None = None
         self.store: BlockStore | None = None
         self.slots = self.cap = 0
+        self.shares: Shares | None = None
+        self.pace: Pace | None = None
         self.block_bytes = self.heads = 0
         self.sparsity: Sparsity | None = None
         self.step: Step | None = None
@@ -157,6 +162,14 @@ class State:
             self.block_bytes = 2 * BLOCK * dim * keys.element_size()
             self.slots = config.slots_for(self.sparse_layers, rows, heads, self.block_bytes)
             self.cap, self.heads = config.fetch_cap(self.slots), heads
+            if config.fetch_ratio == "auto":
+                layers, every = self.sparse_layers, self.sparse_layers * rows * heads
+                blocks = config.fetch_blocks(self.slots, every, self.block_bytes)
+                self.cap = config.shared_cap(self.slots, blocks, every)
+                self.shares = Shares(layers, rows, heads, self.cap, blocks, self.slots - 1, keys.device)
+                linked = keys.is_cuda and config.store == "host" and self.make_store is None
+                if config.fetch_bytes is None and linked:
+                    self.pace = Pace(link_rate(keys.device), self.block_bytes)
             if self.sparsity is not None:
                 ends = self.step.ends if self.step is not None else self.need_rows().tokens
                 self.sparsity.begin(self, ends, keys.device)
@@ -170,6 +183,11 @@ class State:
                     self.devices,
                     lambda layers, device, beside: self._new_store(layers, rows, heads, dim, dtype, device, beside),
                 )
+        if self.shares is not None and self.shares.caps.device != keys.device:
+            raise ConfigError(
+                f"OasisConfig.fetch_ratio='auto' shares a budget out on one device, but layers are on "
+                f"{self.shares.caps.device} and {keys.device}: use a number."
+            )
         return self.store
 
     def _new_store(
@@ -289,6 +307,8 @@ class State:
         other.store = self.store.fork() if self.store is not None else None
         other.slots, other.cap, other.block_bytes, other.heads = self.slots, self.cap, self.block_bytes, self.heads
         other.sparsity = None if self.sparsity is None else self.sparsity.fork()
+        other.shares = None if self.shares is None else self.shares.fork()
+        other.pace = None if self.pace is None else self.pace.again()
         other.devices = self.devices
         other.fired = {device: have.clone() for device, have in self.fired.items()}
         other.number, other.first_due, other.dirty_from = self.number, self.first_due, list(self.dirty_from)

@@ -15,6 +15,9 @@ from .tail import Entry, at_entry
 Plan = tuple[torch.Tensor, torch.Tensor]
 """Blocks, -1 for none, and the slots they go to: `[B, H, C]` each."""
 
+Sharing = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, float]
+"""Caps, gains, means and rate of `ops.select`."""
+
 FIRST_SLOTS = 8
 """Slots allocated at first; doubled while rows are short, so that a large budget costs nothing until it is used."""
 
@@ -139,15 +142,16 @@ class WorkingSet:
         return cuda.serves(self.keys) and self.allocated <= cuda.MAX_SLOTS
 
     def select(
-        self, scores: torch.Tensor, lengths: torch.Tensor, cap: int, step: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, scores: torch.Tensor, lengths: torch.Tensor, cap: int, step: torch.Tensor,
+        sharing: Sharing = cuda.NO_SHARING,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """`ops.select` on this set. Returns plan_block, plan_slot, counts and wasted `[H]`."""
         if self._select_fused:
             plan, counts = cuda.plan_for(self.table, cap), self.table.new_zeros((4, self.table.shape[1]))
-            self._select_step(scores, lengths, step, plan, counts[:3], counts[3])
+            self._select_step(scores, lengths, step, plan, counts[:3], counts[3], sharing)
             return *plan, counts[:3], counts[3]
         plan_block, plan_slot, counts = ops.select(
-            scores, self.table, self.last_selected, lengths, self.order, cap, step
+            scores, self.table, self.last_selected, lengths, self.order, cap, step, *sharing
         )
         admitted = plan_block >= 0
         old = self.fresh.gather(2, plan_slot)
@@ -156,19 +160,21 @@ class WorkingSet:
 
     def _select_step(
         self, scores: torch.Tensor, lengths: torch.Tensor, step: torch.Tensor, plan: Plan, counts: torch.Tensor,
-        wasted: torch.Tensor,
+        wasted: torch.Tensor, sharing: Sharing,
     ) -> None:  # fmt: skip
         cuda.select_step(
-            scores, self.table, self.last_selected, lengths, self.order, step, self.fresh, *plan, counts, wasted
-        )
+            scores, self.table, self.last_selected, lengths, self.order, step, self.fresh, *plan, counts, wasted,
+            sharing,
+        )  # fmt: skip
 
     def select_into(
-        self, plan: Plan, counters: Counters, scores: torch.Tensor, lengths: torch.Tensor, step: torch.Tensor
-    ) -> None:
+        self, plan: Plan, counters: Counters, scores: torch.Tensor, lengths: torch.Tensor, step: torch.Tensor,
+        sharing: Sharing = cuda.NO_SHARING,
+    ) -> None:  # fmt: skip
         """`select` with what it returns written to `plan` `[B, H, C]` and added to `counters`."""
         if self._select_fused:
-            return self._select_step(scores, lengths, step, plan, counters.selection, counters.of("wasted"))
-        found = self.select(scores, lengths, plan[0].shape[2], step)
+            return self._select_step(scores, lengths, step, plan, counters.selection, counters.of("wasted"), sharing)
+        found = self.select(scores, lengths, plan[0].shape[2], step, sharing)
         for have, new in zip(plan, found):
             have.copy_(new)
         counters.add_selection(*found[2:])

@@ -125,7 +125,8 @@ def calls():
         "select": dict(
             scores=torch.zeros(B, H, N), table=table, last_selected=ints(B, H, S), lengths=ints(B), order=ints(S),
             step=step, fresh=torch.zeros(B, H, S, dtype=torch.bool), plan_block=plan, plan_slot=plan.clone(),
-            counts=ints(3, H), wasted=ints(H), stream=0,
+            counts=ints(3, H), wasted=ints(H), caps=ints(B, H).int(), gains=torch.zeros(B, H, C),
+            means=torch.zeros(B, H, N), rate=0.5, stream=0,
         ),
         "correct": dict(
             scores=torch.zeros(B, H, N), heads=torch.zeros(B, H, dtype=torch.bool), table=table, closed=ints(B),
@@ -201,6 +202,14 @@ def test_heads_that_do_not_divide_are_refused(extension):
         bad["query"] = torch.zeros(B, 3, T, D, dtype=bf16)
         with pytest.raises(ValueError, match="heads"):
             getattr(extension, op)(*bad.values())
+
+
+def test_shares_without_room_are_refused(extension):
+    for name, least in (("gains", C), ("means", N)):
+        bad = calls()["select"]
+        bad[name] = torch.zeros(B, H, least - 1)
+        with pytest.raises(ValueError, match=f"oasis_hf.select: `{name}` must have room for {least} blocks"):
+            extension.select(*bad.values())
 
 
 @pytest.mark.parametrize("bad", [{"count": 0}, {"count": T + 1}, {"window": 0}, {"window": 4 + TAIL}], ids=str)

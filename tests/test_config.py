@@ -15,6 +15,7 @@ WRONG = {
     "budget_bytes": [0, -1, 1.5],
     "block_size": [8, 32, 16.0, None],
     "fetch_ratio": [0, -0.1, 1.01, float("nan"), "0.1", True, None],
+    "fetch_bytes": [0, 1.5, True, 1 << 20],  # the last: with a ratio that is a number
     "lookahead": ["drafts", None, 3, {}, {"draft": 1.0}, {"draft": 1, "oracle": 1}, {"draft": 0, "previous": 1},
                   ["draft"], {"draft": float("inf"), "previous": 1.0}, {"draft": float("nan"), "previous": 1.0}],
     "smooth_queries": [0, 65, 2.0, None],
@@ -51,7 +52,8 @@ RIGHT = {
     "budget": [32, 33, 2064],
     "budget_bytes": [1],
     "block_size": [16],
-    "fetch_ratio": [1, 1e-6],
+    "fetch_ratio": [1, 1e-6, "auto"],
+    "fetch_bytes": [None],
     "lookahead": [
         "auto",
         "draft",
@@ -144,7 +146,7 @@ def test_the_message_gives_the_range():
         OasisConfig(draft_tokens=7)
     with pytest.raises(ConfigError, match="an integer >= 32 or None"):
         OasisConfig(budget=16)
-    with pytest.raises(ConfigError, match=r"a number above 0.0 up to 1.0"):
+    with pytest.raises(ConfigError, match=r"a number above 0.0 up to 1.0 or 'auto'"):
         OasisConfig(fetch_ratio=0)
     with pytest.raises(ConfigError, match="one of 'minmax', 'midrange'"):
         OasisConfig(scorer="x")

@@ -151,7 +151,8 @@ def test_a_replay_is_the_eager_step(replays, family):
      {"lookahead": "previous", "correct_below": 0.1},
      {"lookahead": "previous", "correct_below": 1.0, "recent_blocks": 1},
      {"lookahead": {"draft": 1.0, "previous": 2.0}, "tokens_per_summary": 4}, {"seed": 3, "smooth_queries": 2},
-     {"scorer": "minmax", "reduction": "max", "summary_dtype": "model"}, {"budget": 512}],
+     {"scorer": "minmax", "reduction": "max", "summary_dtype": "model"}, {"budget": 512},
+     {"fetch_ratio": "auto", "fetch_bytes": 1 << 14}],
     ids=str,
 )  # fmt: skip
 def test_a_replay_is_the_eager_step_whatever_is_predicted(replays, knobs):

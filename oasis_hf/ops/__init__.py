@@ -18,7 +18,8 @@ _SCHEMAS = {
     ),
     "select": (
         "(Tensor scores, Tensor(a!) table, Tensor(b!) last_selected, Tensor lengths, Tensor order, int cap, "
-        "Tensor step) -> (Tensor, Tensor, Tensor)"
+        "Tensor step, Tensor? caps=None, Tensor(c!)? gains=None, Tensor(d!)? means=None, float rate=1.0) "
+        "-> (Tensor, Tensor, Tensor)"
     ),
     "correct": (
         "(Tensor(a!) scores, Tensor? heads, Tensor table, Tensor closed, float above, Tensor step, Tensor(b!) counts, "
@@ -60,7 +61,7 @@ def _fake_score(query, summaries, *rest):
     return query.new_empty(summaries.shape[:3], dtype=torch.float32)
 
 
-def _fake_select(scores, table, last_selected, lengths, order, cap, step):
+def _fake_select(scores, table, last_selected, lengths, order, cap, step, *sharing):
     plan = table.new_empty((*table.shape[:2], min(cap, table.shape[2])))
     return plan, torch.empty_like(plan), table.new_empty((3, table.shape[1]))
 

@@ -52,6 +52,9 @@ def available() -> bool:
     return _extension is not None
 
 
+NO_SHARING = (None, None, None, 1.0)
+"""Caps, gains, means and rate of a `select` whose rows and heads all have one cap."""
+
 MAX_SLOTS = 1 << 12
 """Most slots that the compiled `select` sorts: a budget of 65,536 tokens."""
 
@@ -166,13 +169,18 @@ def score(
 
 def select(
     scores: torch.Tensor, table: torch.Tensor, last_selected: torch.Tensor, lengths: torch.Tensor,
-    order: torch.Tensor, cap: int, step: torch.Tensor,
+    order: torch.Tensor, cap: int, step: torch.Tensor, caps: torch.Tensor | None = None,
+    gains: torch.Tensor | None = None, means: torch.Tensor | None = None, rate: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     if not available():
-        return reference.select(scores, table, last_selected, lengths, order, cap, step)
+        return reference.select(
+            scores, table, last_selected, lengths, order, cap, step, caps, gains, means, rate
+        )  # fmt: skip
     counts = table.new_zeros((3, table.shape[1]))
     plan = plan_for(table, cap)
-    select_step(scores, table, last_selected, lengths, order, step, None, *plan, counts, None)
+    select_step(
+        scores, table, last_selected, lengths, order, step, None, *plan, counts, None, (caps, gains, means, rate)
+    )
     return *plan, counts
 
 
@@ -185,7 +193,7 @@ def plan_for(table: torch.Tensor, cap: int) -> tuple[torch.Tensor, torch.Tensor]
 def select_step(
     scores: torch.Tensor, table: torch.Tensor, last_selected: torch.Tensor, lengths: torch.Tensor,
     order: torch.Tensor, step: torch.Tensor, fresh: torch.Tensor | None, plan_block: torch.Tensor,
-    plan_slot: torch.Tensor, counts: torch.Tensor, wasted: torch.Tensor | None,
+    plan_slot: torch.Tensor, counts: torch.Tensor, wasted: torch.Tensor | None, sharing: tuple[Any, ...] = NO_SHARING,
 ) -> None:  # fmt: skip
     """`select`, and in the same launch what the working set does around it.
 
@@ -193,11 +201,12 @@ def select_step(
         fresh: `[B, H, S]` bool, set where a block is admitted; None: nothing is wasted.
         plan_block, plan_slot: `[B, H, C]`, written. counts: `[3, H]` int64, added to: hits, fetched, capped.
         wasted: `[H]` int64 or None, added to: admitted over blocks that were still fresh.
+        sharing: caps, gains, means and rate of `select`.
     """
     with torch.cuda.device(table.device):
         extension().select(
             scores.contiguous(), table, last_selected, lengths, order, step, fresh, plan_block, plan_slot, counts,
-            wasted, _stream(table),
+            wasted, *sharing, _stream(table),
         )  # fmt: skip
 
 

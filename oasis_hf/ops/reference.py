@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ..config import BLOCK, TAIL
 from ..scorers import SCORERS
+from ..sharing import smoothed
 from .correction import correct as correct
 
 
@@ -116,14 +117,10 @@ def evict_key(table: torch.Tensor, last_selected: torch.Tensor, order: torch.Ten
 
 
 def select(
-    scores: torch.Tensor,
-    table: torch.Tensor,
-    last_selected: torch.Tensor,
-    lengths: torch.Tensor,
-    order: torch.Tensor,
-    cap: int,
-    step: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scores: torch.Tensor, table: torch.Tensor, last_selected: torch.Tensor, lengths: torch.Tensor,
+    order: torch.Tensor, cap: int, step: torch.Tensor, caps: torch.Tensor | None = None,
+    gains: torch.Tensor | None = None, means: torch.Tensor | None = None, rate: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Top-K, difference against the residents, victims, capped admission (OasisKV section 4, KV selection).
 
     The top `K = S - 1` blocks with a score above -inf are predicted. Residents among them stay where they are. The
@@ -137,6 +134,9 @@ def select(
         lengths: `[B]` tokens, which name the open block. order: `[S]`, a permutation that breaks ties.
         cap: C. step: this step's number, above all earlier ones; an int64 scalar on the device, since a captured graph
             is replayed with the next one.
+        caps: `[B, H]` int32, each row's and head's own cap, C at most (`fetch_ratio="auto"`); None: C.
+        gains: `[B, H, C]` float32 or None, written: scores of the misses, best first, certain ones as 1, then zeros. A
+            row and head without a score keeps its own. means, rate: of `smoothed`, by whose result blocks are chosen.
 
     Returns:
         plan_block and plan_slot `[B, H, min(C, S)]`: the admitted pairs, block -1 where there is none (its slot is
@@ -144,6 +144,8 @@ def select(
     """
     blocks, slots = scores.shape[2], table.shape[2]
     cap = min(cap, slots)
+    if means is not None:
+        scores = smoothed(scores, means, rate)
     top, block = scores.topk(min(slots - 1, blocks), -1)
     real = top > -torch.inf
     slot_index = torch.arange(slots, device=table.device).expand_as(table)
@@ -163,6 +165,11 @@ def select(
     plan_block = torch.full((*table.shape[:2], cap + 1), -1, dtype=torch.int64, device=table.device)
     plan_block.scatter_(2, rank, block)
     plan_block = plan_block[..., :cap]
+    if gains is not None:
+        promised = gains.new_zeros((*table.shape[:2], cap + 1)).scatter_(2, rank, top)[..., :cap].clamp(max=1)
+        gains.copy_(torch.where(real.any(-1, True), F.pad(promised, (0, gains.shape[2] - cap)), gains))
+    if caps is not None:
+        plan_block = torch.where(slot_index[..., :cap] < caps.unsqueeze(-1), plan_block, -1)
 
     never = torch.iinfo(torch.int64).max
     is_open = (table == (lengths // BLOCK)[:, None, None]) & (lengths % BLOCK > 0)[:, None, None]

@@ -34,6 +34,44 @@ def test_captured_is_eager(model, knobs):  # noqa: F811
         assert torch.equal(value, eager.stats()[name]), name
 
 
+@pytest.mark.parametrize("blocks", [1, 9])
+def test_a_shared_budget_is_captured_and_never_passed(model, blocks):  # noqa: F811
+    inputs, caches = on_gpu(left_padded([150, 200, 171])), []
+    for graphs in (True, False):
+        cache = OasisCache(
+            model, budget=112, graphs=graphs, compile_after=None, fetch_ratio="auto", fetch_bytes=1 << 30
+        )
+        with torch.no_grad():
+            token = model(**inputs, past_key_values=cache).logits[:, -1:].argmax(-1)
+            cache.state.shares.allow(blocks)
+            cache.state.shares.share_out()
+            before, at = 0, inputs["attention_mask"].sum(1, keepdim=True)
+            for step in range(40):
+                token = model(token, position_ids=at + step, past_key_values=cache).logits[:, -1:].argmax(-1)
+                moved = int(cache.stats()["fetched"].sum())
+                assert moved - before <= blocks
+                before = moved
+        assert before > 0
+        caches.append(cache)
+    captured, eager = caches
+    assert captured.graphs.refused is None and captured.graphs.replays > 20
+    for name, value in captured.stats().items():
+        assert torch.equal(value, eager.stats()[name]), name
+    for one, other in zip(captured.state.shares.place(), eager.state.shares.place(), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(captured.sparse_layers, eager.sparse_layers, strict=True):
+        means = one.summaries.means, other.summaries.means
+        known = min(each.shape[2] for each in means)  # room is made in other steps
+        assert torch.equal(*(each[..., :known] for each in means))
+
+
+def test_the_link_sets_the_pace(model):  # noqa: F811
+    cache = OasisCache(model, budget=112, fetch_ratio="auto")
+    generate(model, on_gpu(left_padded([150, 200])), cache, max_new_tokens=40)
+    assert cache.state.pace is not None and 1e9 < cache.state.pace.rate < 1e12
+    assert int(cache.state.shares.budget) >= 1 and cache.graphs.refused is None
+
+
 def test_a_replay_follows_what_happened_to_the_cache(model):  # noqa: F811
     """Crop, branch, new rows, a second turn: the addresses change, and the step is captured anew."""
 

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 DEVICE = "cuda"
 INF = math.inf
+NO_SHARING = (None, None, None, 1.0)
 STATE = ("table", "last_selected", "fresh", "counts", "wasted")
 
 
@@ -85,9 +86,10 @@ class Case:
         exists = torch.arange(self.blocks) < (self.lengths // BLOCK).unsqueeze(-1)
         return scores.masked_fill(~exists.unsqueeze(1), -INF)
 
-    def select(self, cap):
-        """The reference, on this state."""
-        args = ranked(self.scores), self.table, self.last_selected, self.lengths, self.order, cap, self.step
+    def select(self, cap, sharing=NO_SHARING):
+        """The reference, on this state; averages have no ties, so that no rank has to stand for a score."""
+        scores = self.scores if sharing[2] is not None else ranked(self.scores)
+        args = scores, self.table, self.last_selected, self.lengths, self.order, cap, self.step, *sharing
         plan_block, plan_slot, counts = reference.select(*args)
         admitted = plan_block >= 0
         old = self.fresh.gather(2, plan_slot)
@@ -105,14 +107,14 @@ class OnGpu:
             setattr(self, name, getattr(case, name).to(DEVICE))
         self.scores = case.scores.to(DEVICE)
 
-    def select(self, cap, plan=None):
+    def select(self, cap, plan=None, sharing=NO_SHARING):
         from oasis_hf.ops import cuda  # builds the operators: not at collection
 
         shape = (*self.table.shape[:2], min(cap, self.table.shape[2]))
         plan_block, plan_slot = plan or (torch.full(shape, -99, device=DEVICE) for _ in range(2))
         cuda.extension().select(
             self.scores, self.table, self.last_selected, self.lengths, self.order, self.step, self.fresh, plan_block,
-            plan_slot, self.counts, self.wasted, torch.cuda.current_stream().cuda_stream,
+            plan_slot, self.counts, self.wasted, *sharing, torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
         return plan_block, plan_slot
 
@@ -174,6 +176,36 @@ def test_sizes(rows, heads, blocks, slots, cap, kind):
     check_steps(Case(rows, heads, blocks, slots, kind, steady=slots < 1000, seed=blocks), cap, 2)
 
 
+@pytest.mark.parametrize(
+    "rows, heads, blocks, slots, cap",
+    [(44, 8, 1024, 129, 26), (3, 3, 1000, 129, 6), (2, 2, 300, 65, 65), (4, 1, 33, 17, 3), (1, 2, 16385, 129, 13)],
+)
+def test_shares_of_a_budget(rows, heads, blocks, slots, cap):
+    """Own caps, averages and promises, all to the bit; `means` and `gains` are wider than what is looked at."""
+    case = Case(rows, heads, blocks, slots, "softmax", seed=blocks)
+    caps = torch.randint(cap + 1, (rows, heads), generator=case.random).int()
+    gains = torch.rand((rows, heads, cap + 3), generator=case.random)
+    means = torch.rand((rows, heads, blocks + 5), generator=case.random) - 0.3
+    gpu, on = OnGpu(case), [one.to(DEVICE) for one in (caps, gains, means)]
+    for _ in range(3):
+        want = case.select(cap, (caps, gains, means, 0.3))
+        gpu.check(case, want, gpu.select(cap, None, (*on, 0.3)))
+        assert all(torch.equal(one.cpu(), its) for one, its in zip(on, (caps, gains, means), strict=True))
+        case.scores = case.new_scores()
+        case.scores[..., 0].masked_fill_(case.scores[..., 0] > -INF, INF)  # what is always kept
+        case.step += 1
+        gpu.scores = case.scores.to(DEVICE)
+        gpu.step += 1
+
+
+def test_a_cap_for_all_is_no_cap_of_their_own():
+    case = Case(3, 2, 500, 65, "softmax")
+    gpu, other = OnGpu(case), OnGpu(case)
+    every = torch.full((3, 2), 5, dtype=torch.int32, device=DEVICE)
+    one, same = gpu.select(5), other.select(5, None, (every, None, None, 1.0))
+    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True)) and torch.equal(gpu.table, other.table)
+
+
 def test_random_cases():
     random = torch.Generator().manual_seed(1)
 
@@ -233,7 +265,7 @@ def test_nothing_is_written_beyond_the_arguments_and_null_arguments_are_left_alo
     counts = torch.zeros_like(gpu.counts)
     cuda.extension().select(
         gpu.scores, table, last, gpu.lengths, gpu.order, gpu.step, None, plan_block, plan_slot, counts, None,
-        torch.cuda.current_stream().cuda_stream,
+        *NO_SHARING, torch.cuda.current_stream().cuda_stream,
     )  # fmt: skip
     assert torch.equal(plan_block.cpu(), want_block) and torch.equal(table.cpu(), case.table)
     assert torch.equal(plan_slot.cpu()[want_block >= 0], want_slot[want_block >= 0])
