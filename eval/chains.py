@@ -98,17 +98,18 @@ def head_chains(
 def _logits(drafter: Eagle3Drafter) -> Iterator[list[torch.Tensor]]:
     """What the head's logits were, proposal by proposal."""
     kept: list[torch.Tensor] = []
-    inner = drafter._logits
+    inner = drafter._finish
 
-    def keep(output: torch.Tensor) -> torch.Tensor:
-        kept.append(inner(output))
-        return kept[-1]
+    def keep(attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, state = inner(attended, residual)
+        kept.append(logits)
+        return logits, state
 
-    drafter._logits = keep  # type: ignore[method-assign]
+    drafter._finish = keep  # type: ignore[method-assign]
     try:
         yield kept
     finally:
-        del drafter._logits  # the class's again
+        del drafter._finish  # the class's again
 
 
 def _tap(drafter: Eagle3Drafter, hidden: tuple[torch.Tensor, ...], part: slice, mode: str) -> None:

@@ -53,8 +53,14 @@ def agrees(drafter, straight, length=12, count=4):
     tokens = torch.randint(3, V, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     taps = states(drafter.model, tokens[:-1], drafter.taps)
     want, logits = straight.drafts(tokens, taps, count)
-    got, inner = [], drafter._logits
-    drafter._logits = lambda output: got.append(inner(output)) or got[-1]
+    got, inner = [], drafter._finish
+
+    def finish(attended, residual):
+        logits, state = inner(attended, residual)
+        got.append(logits)
+        return logits, state
+
+    drafter._finish = finish
     draft = drafter.propose(*feed(drafter, tokens, taps), count)
     torch.testing.assert_close(torch.cat(got, 1)[0], logits, atol=1e-5, rtol=1e-5)
     assert draft.tokens.tolist() == [want] and draft.found.tolist() == [True]
