@@ -78,6 +78,11 @@ class OasisCache(Report, Padding, Committing, Cache):
         devices = layer_devices(model)
         if devices is not None:
             self.state.devices = [device for device, window in zip(devices, windows) if window is None]
+            if config.fetch_ratio == "auto" and len(set(self.state.devices)) > 1:
+                raise ConfigError(
+                    "OasisConfig.fetch_ratio='auto' shares a budget out on one device, and this model's layers are on "
+                    f"several ({', '.join(dict.fromkeys(map(str, self.state.devices)))}): use a number."
+                )
         if None in windows:
             self.state.sparsity = Sparsity.of(model, config, self.drafter)
         layers: list[Any] = []

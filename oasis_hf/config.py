@@ -96,6 +96,7 @@ class OasisConfig:
             K hold more than `correct_above` of the predicted mass beyond what is resident fetches the best of them, at
             most `correct_blocks`, which that layer alone waits for. `"always"`: every head does. `"off"`: none.
         correct_above: that share, from 0 to 1, of the softmax over all closed blocks (the mean over a group's heads).
+            Less than 1e-5 counts as that much, since it may be rounding.
         correct_blocks: most blocks that a correction moves, a KV head a layer a step; beyond the fetch cap.
         scorer: a name in `oasis_hf.scorers.SCORERS`: `"minmax"` (Quest's upper bound, the paper's) or
             `"midrange"` (midpoint + `half_range` x half-range).

@@ -16,6 +16,9 @@ from .stats import Counters
 from .summaries import Summaries
 from .working_set import Sharing, WorkingSet
 
+LEAST_MISSED = 1e-5
+"""Of the mass: what is less is rounding, where nothing is missed."""
+
 
 class Selecting:
     """The part of `OasisLayer` that decides what is in the working set."""
@@ -74,8 +77,9 @@ class Selecting:
             scores = self.summaries.score(queries, closed, weights, self.scaling, blocks, reduction)
         clock = self.state.clock(self.device)
         if corrects:
+            above = max(config.correct_above, LEAST_MISSED)
             ops.correct(
-                scores, heads, self.working_set.table, closed, config.correct_above, clock, self.counters.correction,
+                scores, heads, self.working_set.table, closed, above, clock, self.counters.correction,
                 self.state.fired_on(self.device),
             )  # fmt: skip
         sharing = self.sharing if why == "fetched" else cuda.NO_SHARING
@@ -133,11 +137,14 @@ class Selecting:
         ones = lengths.new_ones((len(rows), 1), dtype=torch.float32)
         closed = lengths // BLOCK
         scores = self.summaries.score(self.recent[:, :, -1:], closed, ones, self.scaling, rows.most_blocks)
-        best = scores.topk(min(slots - 1, scores.shape[2]))
-        chosen = best.indices.masked_fill(best.values == -torch.inf, -1)
+        best = scores.topk(min(slots, scores.shape[2]))
+        all_of = best.indices.masked_fill(best.values == -torch.inf, -1)
+        chosen = all_of[..., : slots - 1]
         opened = (lengths % BLOCK > 0)[:, None, None]
         none, first = torch.full_like(chosen[..., :1], -1), closed[:, None, None].expand(-1, heads, 1)
         ordered = torch.where(opened, torch.cat((first, chosen), 2), torch.cat((chosen, none), 2))
+        if all_of.shape[2] == slots:  # of exactly so many closed blocks none has to go
+            ordered = torch.where((lengths == slots * BLOCK)[:, None, None], all_of, ordered)
         own.keep_blocks(ordered)
 
     def _fill_last_slot(self, lengths: torch.Tensor) -> None:

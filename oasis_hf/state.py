@@ -183,11 +183,6 @@ class State:
                     self.devices,
                     lambda layers, device, beside: self._new_store(layers, rows, heads, dim, dtype, device, beside),
                 )
-        if self.shares is not None and self.shares.caps.device != keys.device:
-            raise ConfigError(
-                f"OasisConfig.fetch_ratio='auto' shares a budget out on one device, but layers are on "
-                f"{self.shares.caps.device} and {keys.device}: use a number."
-            )
         return self.store
 
     def _new_store(

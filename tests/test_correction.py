@@ -268,6 +268,14 @@ def test_a_replay_is_the_eager_step(replays, knobs, correction):  # noqa: F811
     assert eager.corrections() == cache.corrections() and cache.corrections()["blocks"] > 0
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_rounding_is_nothing_missed(replays, family):  # noqa: F811
+    """A replay scores over more columns than the eager step, so that sums round otherwise."""
+    eager, cache = both(tiny(family), inputs_of([100, 71]), 30, budget=80, correction="auto", correct_above=0.0)
+    assert eager.corrections() == cache.corrections()
+    assert 0 < cache.corrections()["heads"] < cache.corrections()["compared"]
+
+
 def test_a_replay_is_the_eager_step_with_accepted_drafts(replays):  # noqa: F811
     model, inputs, caches, texts = tiny("llama"), inputs_of([100, 90, 61]), [], []
     for graphs in (False, True):

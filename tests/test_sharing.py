@@ -13,6 +13,7 @@ from test_generate import generate
 from tiny import left_padded, prompt, tiny
 
 from oasis_hf import ConfigError, OasisCache, OasisConfig
+from oasis_hf import cache as cache_module
 from oasis_hf.config import BLOCK
 from oasis_hf.ops import reference
 from oasis_hf.pacing import Pace
@@ -205,10 +206,6 @@ def test_wrong_budgets():
         OasisConfig(fetch_ratio="auto", reduction="max")
     with pytest.raises(ConfigError, match="fetch_bytes=4096 is not allowed: use None, or fetch_ratio='auto'"):
         OasisConfig(fetch_bytes=4096)
-    cache = OasisCache(tiny("llama"), fetch_ratio="auto")
-    cache.model(input_ids=prompt(1, 9), past_key_values=cache)
-    with pytest.raises(ConfigError, match="one device, but layers are on cpu and meta: use a number"):
-        cache.state.open_store(torch.empty((1, 2, 1, 16), device="meta"))
     cache = OasisCache(tiny("llama"), fetch_ratio="auto", fetch_bytes=BYTES - 1)
     with pytest.raises(ConfigError, match="fetch_bytes=2047 is not allowed: use at least 2,048 bytes, one block"):
         cache.model(input_ids=prompt(1, 9), past_key_values=cache)
@@ -246,3 +243,12 @@ def test_the_pace_settles_below_what_the_link_carries():
         assert int(made.budget) == pytest.approx(0.8 * rate * compute / 100, abs=1)
     pace.again().begin(made)  # knows nothing yet, and leaves what there is
     assert int(made.budget) == pytest.approx(80, abs=1)
+
+
+def test_layers_on_several_devices_are_refused_when_the_cache_is_made(monkeypatch):
+    places = [torch.device("cuda", n) for n in (0, 1, 1, 1)]
+    monkeypatch.setattr(cache_module, "layer_devices", lambda model: places[: len(model.model.layers)])
+    with pytest.raises(ConfigError, match=r"fetch_ratio='auto' .* on several \(cuda:0, cuda:1\): use a number"):
+        OasisCache(tiny("llama"), fetch_ratio="auto")
+    OasisCache(tiny("llama"), fetch_ratio=0.1)
+    OasisCache(tiny("gemma3"), fetch_ratio="auto")  # the layers that fetch are on one

@@ -174,6 +174,17 @@ def test_a_batch_begins_dense_from_a_prefix_and_from_a_dynamic_cache():
     assert torch.equal(generate(model, ids, cache, max_new_tokens=12).sequences, want)
 
 
+def test_a_row_that_just_fills_the_slots_keeps_all_blocks_when_it_turns():
+    """Also where more slots are there, which a replayed step makes ahead."""
+    model, ids = tiny("llama"), prompt(1, 48)
+    cache = OasisCache(model, budget=48, sparsify="auto")
+    read(model, cache, ids)
+    cache.sparse_layers[0].working_set.ensure(8)
+    sparsify.turn(cache, "asked")
+    cache.first_select()
+    assert [layer.working_set.allocated for layer in cache.sparse_layers] == [3, 3, 3] and moved(cache) == 0
+
+
 def test_reset_begins_anew():
     model, ids = tiny("llama"), prompt(2, 120)
     cache = OasisCache(model, **NEVER)
