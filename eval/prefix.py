@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import report_tables as tables
 import texts
 import torch
 from provenance import provenance
@@ -88,11 +89,9 @@ def measure(model: Any, prefix: torch.Tensor, ends: list[torch.Tensor], new: int
 def bars(result: Row) -> list[Row]:
     row = result["row"]
     return [
-        {"bar": f"first token over a stored prefix, at most {RATIO}x of a resident one", "limit": RATIO,
-         "measured": row["ratio"], "met": row["ratio"] <= RATIO},
-        {"bar": "requests whose tokens are a cold run's", "limit": row["requests"], "measured": row["same"],
-         "met": row["same"] == row["requests"]},
-    ]  # fmt: skip
+        tables.bar("first token over a stored prefix, times a resident one's", row["ratio"], RATIO, at_most=True),
+        tables.bar("requests whose tokens are a cold run's", row["same"], row["requests"]),
+    ]
 
 
 def markdown(result: Row) -> str:
@@ -140,7 +139,7 @@ def main() -> None:
     result["bars"] = bars(result)
     print(markdown(result))
     for bar in result["bars"]:
-        print(f"{'met' if bar['met'] else 'MISSED'}: {bar['bar']}: {bar['measured']:.4g}")
+        print(f"{'met' if bar['met'] else 'MISSED'}: {bar['what']}: {bar['measured']:.4g}, bar {bar['bar']:.4g}")
     if args.out:
         folder = Path(args.out)
         folder.mkdir(parents=True, exist_ok=True)
