@@ -13,7 +13,6 @@ more than the one cap does, read between those measured.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -169,8 +168,7 @@ def main() -> None:
             walks = Walks(true, scores, first, prompt, budget)
             result["rows"] += [measure(walks, name, ratio) for ratio in RATIOS]
         result["bars"] = bars(result["rows"])
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        report.keep(out, result)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     report.show(tables(result))
     report.write(out.with_suffix(".md"), 'fetch_ratio="auto"', result, tables(result))

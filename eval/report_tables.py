@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,12 @@ def bars(rows: list[Row]) -> Lines:
 
 def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def keep(path: Path, result: Row) -> None:
+    """A result's JSON, in a folder that is made for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def write(path: Path, title: str, result: Row, tables: Iterable[Lines], about: str = "") -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from provenance import provenance
-from report_tables import Lines, Row, show, write
+from report_tables import Lines, Row, keep, show, write
 
 from oasis_hf import bench
 from oasis_hf.config import BLOCK
@@ -147,8 +147,7 @@ class Sweep:
 
     def _keep(self, result: Row) -> None:
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            keep(self.path, result)
 
     def finish(
         self, bars: Callable[[Row], list[Row]], tables: Callable[[Row], list[Lines]], draw: Callable[[Row, Path], None]

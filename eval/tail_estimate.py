@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import json
 import math
 import time
 from pathlib import Path
@@ -235,8 +234,7 @@ def main() -> None:
                 row |= {"kl": kl, "kl_without": without, "agreement": agreement, "mass": mass}
                 result["rows"].append(row)
         result["bars"] = bars(result["rows"])
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        report.keep(out, result)
         print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     report.show(tables(result))
     report.write(out.with_suffix(".md"), "An estimate of what is not selected", result, tables(result))

@@ -272,7 +272,8 @@ class OasisLayer(CapturedSteps, Selecting, CacheLayerMixin):
         rows = self.state.need_rows()
         keep = torch.tensor([-(-n // BLOCK) for n in rows.tokens], device=self.device)
         self.working_set.forget_from(keep)
-        self.summaries.forget_from(torch.tensor([n // BLOCK for n in rows.tokens], device=self.device))
+        if self.summaries.means is not None:
+            self.summaries.forget_from(torch.tensor([n // BLOCK for n in rows.tokens], device=self.device))
         if reopened and not self.state.first_due:
             self._open("reopened")
         if self.recent is not None and any(removed):
