@@ -7,7 +7,7 @@
 
 Tasks are those of `retrieval.py` (family "eval") and RULER's that need no download; models are SmolLM2 as it is and
 with the adapter of `adapter.py`. A shard is a task at a length on a model, one file each in a folder beside the result;
-where dense scores nothing or everything on the first samples (`--screen`), the other modes are not run. At equal
+where dense scores nothing or everything on the first samples (`--screen`), nothing more is run. At equal
 "bytes" `previous` and `window` get the budget that takes as much GPU memory as `oasis` does with summaries and drafter.
 """
 
@@ -124,8 +124,8 @@ def run_shard(bench: Bench, shard: Row, settings: list[Setting], stop: float) ->
     for first in range(0, args.samples, args.rows):
         part = samples[first : min(first + args.rows, args.samples)]
         due = [one for one in settings if wanted(one, first, args) and len(shard["scores"].get(one.key, [])) <= first]
-        if first or shard["scores"].get(DENSE.key):
-            due = [one for one in due if one == DENSE or not screened(shard, args)]
+        if screened(shard, args):
+            break
         if not due:
             continue
         if time.time() > stop:
@@ -148,17 +148,16 @@ def run_shard(bench: Bench, shard: Row, settings: list[Setting], stop: float) ->
             shards.add(shard, setting, scores, [min(len(ids), one.new) for one, ids in zip(part, said)], budget)
             shard["seconds"] += time.monotonic() - begun
             yield shard
-        shard["screened"] = screened(shard, args)
-    shard["done"] = all(
-        len(shard["scores"].get(one.key, [])) >= (args.samples if alike(one) else args.others)
-        for one in settings if one == DENSE or not shard["screened"]
-    )  # fmt: skip
+    shard["screened"] = screened(shard, args)
+    shard["done"] = shard["screened"] or all(
+        len(shard["scores"].get(one.key, [])) >= (args.samples if alike(one) else args.others) for one in settings
+    )
     yield shard
 
 
 def alike(setting: Setting) -> bool:
     """Dense and oasis itself get all samples, the others fewer."""
-    return setting.mode == "dense" or (setting.mode == "oasis" and setting.score == "ours")
+    return setting.mode == "dense" or (setting.mode == "oasis" and setting.score in results.WHOLE)
 
 
 def wanted(setting: Setting, first: int, args: argparse.Namespace) -> bool:

@@ -11,8 +11,16 @@ import numpy as np
 from oasis_hf.modes import PAPER_SCORE
 
 Row = dict[str, Any]
-SCORES: dict[str, dict[str, Any]] = {"ours": {}, "paper": PAPER_SCORE}
-"""Knobs of each way to score blocks: this package's defaults, and Quest's own bound."""
+SCORES: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "paper": PAPER_SCORE,
+    "corrected": {"correction": "auto"},
+}
+"""Knobs of each way to choose blocks: this package's defaults, Quest's own bound, and the defaults with the correction
+lane, which lets heads that miss much fetch before they attend."""
+
+WHOLE = ("ours", "corrected")
+"""Those of which `oasis` gets all samples."""
 
 BAND = (0.60, 0.95)
 """Where dense must lie for a task to tell modes apart: the issue's bars are about such."""
@@ -41,6 +49,7 @@ class Setting:
     def label(self) -> str:
         """Without the budget."""
         more = ["paper's score"] * (self.score == "paper") + ["equal bytes"] * (self.equal == "bytes")
+        more += ["corrected"] * (self.score == "corrected")
         return f"{self.mode} ({', '.join(more)})" if more else self.mode
 
 
@@ -51,7 +60,7 @@ def settings(budgets: Iterable[int], modes: Iterable[str], equal_bytes: bool = T
     """Dense first, then `oasis`, then the others."""
     chosen, out = set(modes) | {"dense", "oasis"}, [DENSE]
     for budget in budgets:
-        out.append(Setting("oasis", budget))
+        out += [Setting("oasis", budget, score) for score in WHOLE]
     for budget in budgets:
         for mode in ("quest", "on_demand", "previous", "window"):
             if mode in chosen:
@@ -160,26 +169,31 @@ def bars(shards: list[Row], model: str) -> list[Row]:
         tell(f"tasks with dense in the band at {length:,} tokens", sum(s["length"] == length for s in own), ENOUGH)
     budgets = sorted({named(key).budget for shard in own for key in shard["scores"]} - {0})
     for budget in budgets:
-        oasis = Setting("oasis", budget)
-        if budget in (1040, 2064):
-            tell(f"oasis less dense at {budget}", points(over_tasks(own, oasis)), -0.7 if budget == 2064 else -2.0)
-        for mode in ("previous", "window"):
-            other = Setting(mode, budget, equal="bytes")
-            both = [s for s in own if paired(s, other) is not None and paired(s, oasis) is not None]
-            if both:
-                count = min(len(s["scores"][other.key]) for s in both)
-                gaps = [abs(float(np.mean([paired(s, which)[:count].mean() for s in both])))  # type: ignore[index]
-                        for which in (other, oasis)]  # fmt: skip
-                tell(
-                    f"how much nearer to dense oasis at {budget} is than {mode} at its bytes",
-                    100 * (gaps[0] - gaps[1]),
-                    0,
-                )
-        for score in SCORES:
-            found = over_tasks(own, Setting("oasis", budget, score), Setting("quest", budget, score))
-            tell(f"oasis less quest at {budget}, {score} score", points(found), -0.5)
+        for score in WHOLE:
+            oasis = Setting("oasis", budget, score)
+            name = f"{oasis.label} at {budget}"
+            if budget in (1040, 2064):
+                tell(f"{name} less dense", points(over_tasks(own, oasis)), -0.7 if budget == 2064 else -2.0)
+            for mode in ("previous", "window"):
+                nearer = nearer_by(own, oasis, Setting(mode, budget, equal="bytes"))
+                tell(f"how much nearer to dense {name} is than {mode} at its bytes", nearer, 0)
+            found = over_tasks(own, oasis, Setting("quest", budget))
+            tell(f"{name} less quest, the same score", points(found), -0.5)
+        found = over_tasks(own, Setting("oasis", budget, "paper"), Setting("quest", budget, "paper"))
+        tell(f"oasis less quest at {budget}, paper's score", points(found), -0.5)
     return out
 
 
 def points(found: Row | None) -> float | None:
     return None if found is None else 100 * found["difference"]
+
+
+def nearer_by(shards: list[Row], oasis: Setting, other: Setting) -> float | None:
+    """In points of 100: how much further from dense `other` is than `oasis`, on the samples that both have."""
+    both = [(one, two) for shard in shards
+            if (one := paired(shard, oasis)) is not None and (two := paired(shard, other)) is not None]  # fmt: skip
+    if not both:
+        return None
+    count = min(len(two) for _, two in both)
+    gaps = [abs(float(np.mean([pair[which][:count].mean() for pair in both]))) for which in (0, 1)]
+    return 100 * (gaps[1] - gaps[0])

@@ -130,11 +130,11 @@ def test_rows_that_have_no_memory_go_in_halves(small, monkeypatch, tmp_path):
     assert one["scores"] == other["scores"]
 
 
-def test_where_dense_tells_nothing_only_dense_runs(small, monkeypatch, tmp_path):
+def test_where_dense_tells_nothing_nothing_more_runs(small, monkeypatch, tmp_path):
     monkeypatch.setattr(prompts, "score", lambda question, said: 0.0)
     call(monkeypatch, tmp_path / "a.json", "--screen", "0.1", "0.9", "--tasks", "code", "--band", "0.6", "0.95")
     (shard,) = shards(tmp_path / "a").values()
-    assert shard["screened"] and shard["done"] and shard["scores"] == {"dense": [0.0] * 4}
+    assert shard["screened"] and shard["done"] and shard["scores"] == {"dense": [0.0] * 3}
     result = json.loads((tmp_path / "a.json").read_text())
     assert not result["summaries"] and not result["cells"][0]["in_band"]
 
@@ -172,9 +172,10 @@ def shard(task, scores, length=4096):
 
 def test_keys_and_labels():
     every = results.settings([528, 1040], ["quest", "on_demand", "previous", "window"])
-    assert every[0] == DENSE and len({one.key for one in every}) == len(every) == 1 + 2 * 9
+    assert every[0] == DENSE and len({one.key for one in every}) == len(every) == 1 + 2 * 10
     assert all(results.named(one.key) == one for one in every)
     assert Setting("window", 528, equal="bytes").label == "window (equal bytes)"
+    assert Setting("oasis", 528, "corrected").label == "oasis (corrected)"
 
 
 def test_intervals_are_paired_and_hold_the_mean():
@@ -211,7 +212,7 @@ def test_bars():
     low = [1.0] * 78 + [0.0] * 22
     worse = [shard(str(i), {**scores(0, 0, 0.5), "oasis 2064 ours tokens": low}) for i in range(5)]
     missed = [bar["what"] for bar in results.bars(worse, "adapter") if not bar["met"]]
-    assert missed == ["oasis less dense at 2064", "oasis less quest at 2064, ours score"]
+    assert missed == ["oasis at 2064 less dense", "oasis at 2064 less quest, the same score"]
     worst = results.over_tasks([*good, shard("bad", {**scores(0, 0, 0), "oasis 2064 ours tokens": [0.0] * 100})],
                                Setting("oasis", 2064))  # fmt: skip
     assert worst["worst"] == pytest.approx(-0.8) and worst["worst_task"] == "bad at 4,096"
