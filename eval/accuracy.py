@@ -191,14 +191,14 @@ def plan(args: argparse.Namespace) -> list[Row]:
 
 def result_of(found: list[Row], args: argparse.Namespace) -> Row:
     return {
-        "provenance": provenance(args.device),
+        "provenance": shards.runs(found),
         "settings": {"samples": args.samples, "others": args.others, "screen": list(args.screen), "dtype": args.dtype,
                      "band": list(args.band), "store": args.store, "drafter": args.head or "default",
                      "bytes_rows": args.bytes_rows, "chat_template": True,
                      "adapter": args.adapter.name, "draws": results.DRAWS},
         "summaries": results.summaries(found, args.band), "cells": results.cells(found, args.band),
         "bars": [] if args.quick else results.bars(found, "adapter"),
-        "shards": [{k: v for k, v in shard.items() if k not in ("scores", "run")} for shard in found],
+        "shards": [{k: v for k, v in shard.items() if k not in ("scores", "run", "provenance")} for shard in found],
     }  # fmt: skip
 
 
@@ -301,9 +301,11 @@ def main() -> None:
         return
     settings = results.settings(args.budgets, args.modes, equal_bytes=not args.quick)
     bench: Bench | None = None
+    run = provenance(args.device)
     for shard in plan(args):
         if shard["done"] or time.time() > stop:
             continue
+        shard["provenance"].append(run)
         if bench is None or bench.name != shard["model"]:
             bench = Bench.open(shard["model"], args, makers)
         for have in run_shard(bench, shard, settings, stop):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from report_tables import made
 from result_accuracy import named
 
 Row = dict[str, Any]
@@ -13,14 +14,16 @@ Row = dict[str, Any]
 def markdown(result: Row) -> str:
     """All of it as a page."""
     told = result["settings"]
-    where = result["provenance"]["machine"].get("gpu", result["provenance"]["machine"]["processor"])
+    left = sum(not shard["done"] for shard in result["shards"])
     lines = [
         "# Accuracy per mode", "",
-        f"SmolLM2-135M-Instruct, {where}. Every prompt is read once, densely; each mode answers from a branch of that,",
+        *(line for one in made(result["provenance"]) for line in (one, "")),
+        "SmolLM2-135M-Instruct. Every prompt is read once, densely; each mode answers from a branch of that,",
         f"greedily. Dense and oasis: up to {told['samples']} samples a task, others {told['others']}. Differences",
         "to dense are in points, paired over samples, with bootstrapped 95% intervals; over tasks, those where dense",
         f"scores {100 * told['band'][0]:.0f} to {100 * told['band'][1]:.0f}%. What is asked: see `retrieval.py` and",
         "`ruler.py`.",
+        *([f"{left} of {len(result['shards'])} tasks have fewer samples so far."] * bool(left)),
         "",
     ]  # fmt: skip
     for model in dict.fromkeys(row["model"] for row in result["summaries"]):

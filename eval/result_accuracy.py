@@ -14,7 +14,7 @@ Row = dict[str, Any]
 SCORES: dict[str, dict[str, Any]] = {
     "ours": {},
     "paper": PAPER_SCORE,
-    "corrected": {"correction": "auto"},
+    "corrected": {"correction": "auto", "correct_above": 0.05, "correct_blocks": 32},
 }
 """Knobs of each way to choose blocks: this package's defaults, Quest's own bound, and the defaults with the correction
 lane, which lets heads that miss much fetch before they attend."""

@@ -83,7 +83,7 @@ def speculation(folder: Path) -> list[str]:
         *tables.markdown([("", ["tokens/s, times those without", "drafts", "1 row", "8 rows", "32 rows"], rows)]),
         _wrapped(
             f"Qwen3-8B's shape on an H200, {told['context']:,} tokens a row, C = {told['fetched']}; drafts are "
-            f"accepted as often as the shipped head's are for SmolLM2, and each takes {share:.1%} of a step."
+            f"accepted as often as the shipped head's were for SmolLM2, and each takes {share:.1%} of a step."
         ),
     ]
 

@@ -18,7 +18,7 @@ def add(shard: Row, setting: Setting, scores: list[float], decoded: list[int], b
 
 def new(model: str, length: int, task: str, told: Row) -> Row:
     return {"model": model, "length": length, "task": task, "scores": {}, "decoded": {}, "budgets": {},
-            "seconds": 0.0, "screened": False, "done": False, "run": told}  # fmt: skip
+            "seconds": 0.0, "screened": False, "done": False, "run": told, "provenance": []}  # fmt: skip
 
 
 def file_of(folder: Path, shard: Row) -> Path:
@@ -36,3 +36,12 @@ def save(folder: Path, shard: Row) -> None:
 def load(folder: Path) -> list[Row]:
     """All shards there."""
     return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+
+
+def runs(shards: list[Row]) -> list[Row]:
+    """What the shards were made by, each commit and machine once: processes that share the work differ in their command
+    alone."""
+    found: dict[str, Row] = {}
+    for one in sorted((one for shard in shards for one in shard["provenance"]), key=lambda one: one["date"]):
+        found.setdefault(json.dumps([one["commit"], one["machine"], one["versions"]]), one)
+    return list(found.values())

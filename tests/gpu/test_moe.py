@@ -116,7 +116,7 @@ def test_times_are_learnt_without_waiting(model, monkeypatch):
     sparsity.collect()
     times = sparsity.times
     assert times.timed("dense", 2) and 0 < times.ms("dense", 2, 500) < 1000
-    assert sparsify.free_bytes(torch.device("cuda")) < torch.cuda.get_device_properties(0).total_memory
+    assert sparsify.free_bytes(torch.device("cuda", 0)) < torch.cuda.get_device_properties(0).total_memory
 
 
 def test_a_batch_turns_when_the_device_is_full(model, monkeypatch):
@@ -124,7 +124,7 @@ def test_a_batch_turns_when_the_device_is_full(model, monkeypatch):
     first = generate(model, prompt(2, 200).cuda(), cache, max_new_tokens=20)
     assert cache.state.dense
     monkeypatch.setattr(sparsify, "free_bytes", lambda device: 0)
-    more = torch.cat((first.sequences, prompt(2, 100, 5).cuda()), 1)
+    more = torch.cat((first.sequences, prompt(2, 400, 5).cuda()), 1)  # beyond the slots that growth has ready
     generate(model, more, cache, max_new_tokens=40)
     assert not cache.state.dense and cache.sparse_layers[0].working_set.allocated == 7
     assert cache.stats()["fetched"].sum() > 0
