@@ -45,8 +45,8 @@ cudaError_t score(const void* query, int64_t q_row, int64_t q_head, int64_t q_to
 
 // How a step's transfer is shared out; pointers that are null take no part. caps: [B, H] int32, admitted blocks a row and
 // head instead of C. gains: [B, H, gain_width >= C], written: scores of the misses, best first, 1 at most, then zeros;
-// left alone where nothing has a score. means: [B, H, mean_stride >= N], averages of the finite scores, by which blocks
-// are chosen; negative where there is none yet. rate: what a new score counts.
+// left alone where nothing has a score. means: [B, H, mean_stride >= N], averages of the finite scores' fourth roots, by
+// which blocks are chosen (scores are not negative then); negative where there is none yet. rate: what a new one counts.
 struct Sharing {
     const int* caps = nullptr;
     float* gains = nullptr;

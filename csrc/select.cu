@@ -52,12 +52,19 @@ __device__ uint32_t block_key(float score) {
 
 __device__ float score_of_key(uint32_t key) { return __uint_as_float(key >> 31 ? key : key ^ 0x7fffffffu); }
 
+// What a block promises by its average of fourth roots.
+__device__ float promise(float mean) {
+    const float square = __fmul_rn(mean, mean);
+    return __fmul_rn(square, square);
+}
+
 // What a score makes of its block's average (reference: `smoothed`, to the bit).
 __device__ float smooth(float score, float* mean, float rate) {
     if (!(fabsf(score) < INFINITY)) return score;
-    const float old = *mean, now = old < 0.0f ? score : __fadd_rn(old, __fmul_rn(__fsub_rn(score, old), rate));
+    const float root = __fsqrt_rn(__fsqrt_rn(score)), old = *mean;
+    const float now = old < 0.0f ? root : __fadd_rn(old, __fmul_rn(__fsub_rn(root, old), rate));
     *mean = now;
-    return now;
+    return promise(now);
 }
 
 __device__ uint64_t slot_word(int64_t block, int64_t last_selected, int64_t order, int slot) {
@@ -249,7 +256,7 @@ __global__ void __launch_bounds__(THREADS, 4)
             key = keys[block];
         } else {
             const float score = scores[block];
-            key = block_key(means != nullptr && fabsf(score) < INFINITY ? means[block] : score);
+            key = block_key(means != nullptr && fabsf(score) < INFINITY ? promise(means[block]) : score);
         }
         return (uint64_t{key} << INDEX_BITS) | static_cast<uint32_t>(block);
     };

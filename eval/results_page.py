@@ -95,6 +95,9 @@ SECTIONS = (
     Section("adaptive", "A budget that is shared out", "python eval/adaptive.py --out eval/results/adaptive.json",
             "SmolLM2 over real texts of 7,000 tokens: missed attention mass with one fetch cap for all, and with the "
             "same bytes shared out (`fetch_ratio=\"auto\"`)."),
+    Section("adaptive_held_out", "A budget that is shared out, on text nothing was chosen by",
+            "python eval/adaptive.py --skip 7300 --out eval/results/adaptive_held_out.json",
+            "The same texts from their 7,300th token on: what is averaged was chosen by what comes before."),
     Section("tail_estimate", "An estimate of what is not selected",
             "python eval/tail_estimate.py --out eval/results/tail_estimate.json",
             "KL to dense where the other blocks take part by a mean value a run or block, and where they don't: it "

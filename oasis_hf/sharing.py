@@ -74,15 +74,24 @@ def smoothed(scores: torch.Tensor, means: torch.Tensor, rate: float) -> torch.Te
     """Scores `[B, H, N]` averaged over steps, and the averages brought up to date: what a block promises for the time
     that it stays, not for one step alone.
 
+    What is averaged is the fourth root. Of scores as they are, a block that had one high score long ago passes one that
+    always has some: a prompt's first blocks, whose attention is underrated by their summaries, then stay away
+    (eval/adaptive.py). Roots and squares are rounded exactly, so that the compiled operator gives the same bits.
+
     Args:
-        means: `[B, H, >= N]` float32, changed in place; negative where a block was never scored: it begins with its
-            score. Blocks that score infinitely keep their average, and their score. rate: what the latest one counts.
+        scores: not negative where they are finite. means: `[B, H, >= N]` float32, averaged roots, changed in place;
+            negative where a block was never scored: it begins with its score. Blocks that score infinitely keep their
+            average, and their score. rate: what the latest one counts.
+
+    Returns:
+        `[B, H, N]`, shares of attention as the scores are: fourth powers of the averages.
     """
     mean = means[..., : scores.shape[2]]
-    new = torch.where(mean < 0, scores, mean + (scores - mean) * rate)
+    root = scores.sqrt().sqrt()
+    new = torch.where(mean < 0, root, mean + (root - mean) * rate)
     finite = scores.isfinite()
     mean.copy_(torch.where(finite, new, mean))
-    return torch.where(finite, mean, scores)
+    return torch.where(finite, mean.square().square(), scores)
 
 
 def shared_out(gains: torch.Tensor, budget: torch.Tensor, prices: torch.Tensor) -> torch.Tensor:

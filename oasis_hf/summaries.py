@@ -16,7 +16,7 @@ class Summaries:
 
     N grows by an eighth: summaries are what fills the device, so little may stand empty. Only closed blocks count; what
     stands behind them is left from a cropped future. With `fetch_ratio="auto"` there is `means` too, `[B, H, N]`
-    float32: each block's score averaged over steps, negative where it never had one (`ops.select`).
+    float32: averages of each block's scores over steps (`sharing.smoothed`), negative where it never had one.
 
     Args:
         rows, heads, dim: B, H, D. dtype, device: the model's.

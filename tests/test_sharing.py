@@ -17,7 +17,7 @@ from oasis_hf import cache as cache_module
 from oasis_hf.config import BLOCK
 from oasis_hf.ops import reference
 from oasis_hf.pacing import Pace
-from oasis_hf.sharing import LEAST_PRICE, PRICES, Shares, smoothed
+from oasis_hf.sharing import LEAST_PRICE, PRICES, RATE, Shares, smoothed
 
 INF = math.inf
 BYTES = 2 * BLOCK * 16 * 4
@@ -71,10 +71,18 @@ def test_what_nobody_asks_for_goes_to_all_alike():
 
 def test_averages():
     means = torch.tensor([[[-1.0, 0.2, 0.4, 0.1, 0.3, 7.0]]])
-    scores = torch.tensor([[[0.5, 0.6, 0.0, INF, -INF]]])
+    scores = torch.tensor([[[0.5, 0.6**4, 0.0, INF, -INF]]])
     got = smoothed(scores, means, 0.25)
-    assert torch.equal(got, torch.tensor([[[0.5, means[0, 0, 1], means[0, 0, 2], INF, -INF]]]))
-    torch.testing.assert_close(means, torch.tensor([[[0.5, 0.3, 0.3, 0.1, 0.3, 7.0]]]))
+    torch.testing.assert_close(got, torch.tensor([[[0.5, 0.3**4, 0.3**4, INF, -INF]]]))
+    torch.testing.assert_close(means, torch.tensor([[[0.5**0.25, 0.3, 0.3, 0.1, 0.3, 7.0]]]))
+
+
+def test_what_always_has_a_share_stays_before_what_once_had_a_large_one():
+    means = torch.full((1, 1, 2), -1.0)
+    first = [0.6] + 8 * [0.0005]
+    promised = [smoothed(torch.tensor([[[score, 0.02]]]), means, RATE)[0, 0] for score in first]
+    assert promised[0][0] > promised[0][1] and promised[8][1] > 3 * promised[8][0]
+    assert promised[8][1] == pytest.approx(0.02), "still a share of attention"
 
 
 def selected(caps=None, gains=None, means=None, scores=None):
@@ -111,8 +119,10 @@ def test_misses_tell_what_they_promise():
 def test_averages_choose():
     means = torch.zeros(1, 2, 9)
     means[0, 1, 7] = 1.0
-    plan_block, *_ = selected(None, None, means)
+    gains = torch.zeros(1, 2, 3)
+    plan_block, *_ = selected(None, gains, means)
     assert plan_block[0, 1].tolist() == [7, 2, 3] and means[0, 1, 7] == 0.5
+    torch.testing.assert_close(gains[0, 1], torch.tensor([1, 0.5, 0.2]) / 16)
 
 
 KNOBS = [
