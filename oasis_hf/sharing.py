@@ -76,7 +76,7 @@ def smoothed(scores: torch.Tensor, means: torch.Tensor, rate: float) -> torch.Te
 
     What is averaged is the fourth root. Of scores as they are, a block that had one high score long ago passes one that
     always has some: a prompt's first blocks, whose attention is underrated by their summaries, then stay away
-    (eval/adaptive.py). Roots and squares are rounded exactly, so that the compiled operator gives the same bits.
+    (eval/adaptive.py). Roots and squares are rounded as IEEE says, so that the compiled operator gives the same bits.
 
     Args:
         scores: not negative where they are finite. means: `[B, H, >= N]` float32, averaged roots, changed in place;
@@ -87,11 +87,16 @@ def smoothed(scores: torch.Tensor, means: torch.Tensor, rate: float) -> torch.Te
         `[B, H, N]`, shares of attention as the scores are: fourth powers of the averages.
     """
     mean = means[..., : scores.shape[2]]
-    root = scores.sqrt().sqrt()
+    root = _root(_root(scores))
     new = torch.where(mean < 0, root, mean + (root - mean) * rate)
     finite = scores.isfinite()
     mean.copy_(torch.where(finite, new, mean))
     return torch.where(finite, mean.square().square(), scores)
+
+
+def _root(x: torch.Tensor) -> torch.Tensor:
+    """The float nearest to the square root, which `torch.sqrt` of floats misses now and then where MKL computes it."""
+    return x.double().sqrt().float()
 
 
 def shared_out(gains: torch.Tensor, budget: torch.Tensor, prices: torch.Tensor) -> torch.Tensor:
