@@ -226,7 +226,9 @@ class _Forward:
             cache.graphs.autocast = autocast_to(device) is not None
             inner = in_this_autocast(inner, device)
             with without_autocast(device):
-                return cache.run(inner, call, self.name, "logits_to_keep" in self.signature.parameters)
+                # On several devices accelerate moves such indices to the first, and the head's states are on the last.
+                keeps = cache.state.devices is None and "logits_to_keep" in self.signature.parameters
+                return cache.run(inner, call, self.name, keeps)
         finally:
             config._attn_implementation_internal = implementation
             _active.reset(token)

@@ -296,13 +296,13 @@ class Stepper(Recall):
             ids, positions = call["input_ids"], call["position_ids"]
             lengths = cache.state.need_rows().lengths(ids.device)
             ahead = torch.arange(1, chain + 1, device=positions.device)
-            kept = torch.arange(1 + verified, device="cpu" if cache.state.devices else cache.device)  # of any head
+            kept = torch.arange(1 + verified, device=cache.device)
             if others:
                 draft = cache.drafter.propose_several(ids[:, 0], lengths, chain, others)
                 assert draft.others is not None
                 probabilities = draft.probabilities
                 ahead = torch.cat((ahead, ahead[:1].expand(others)))
-                beside = torch.arange(1 + chain, 1 + step.drafts, device=kept.device)
+                beside = torch.arange(1 + chain, 1 + step.drafts, device=cache.device)
                 kept = torch.cat((kept, beside)) if verified else kept
                 tail.tokens = torch.cat((ids, draft.tokens, draft.others), 1)
             else:
@@ -311,8 +311,8 @@ class Stepper(Recall):
             found = draft.found
             tail.positions = torch.cat((positions, positions[..., -1:] + ahead), -1)
             call = dict(call, input_ids=tail.tokens, position_ids=tail.positions)
-            if keeps_logits:
-                call["logits_to_keep"] = kept
+            if keeps_logits or "logits_to_keep" in call:
+                call["logits_to_keep"] = kept if keeps_logits else 0  # all
         if step.pair is not None:
             rows = len(cache.state.need_rows())
             step.weights = row_weights(step.pair, found, rows, probabilities, cache.state.window)

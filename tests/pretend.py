@@ -13,14 +13,11 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 NAME = "pretend"
 aten = torch.ops.aten
 
-CROSSING = {
-    aten._to_copy.default,
-    aten.copy_.default,
-    aten.index.Tensor,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-}
-"""What may take tensors of several devices: copies, and indices on the host."""
+INDEXING = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
+"""What takes indices on the host or on its own device."""
+
+CROSSING = {aten._to_copy.default, aten.copy_.default, *INDEXING}
+"""What may take tensors of several devices."""
 
 
 class Lying(torch.Tensor):
@@ -59,6 +56,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     devices = {one.device for one in tensors if one.ndim or isinstance(one, Lying)}
     if len(devices) > 1 and func not in CROSSING and not str(func).startswith("oasis_hf."):
         raise RuntimeError(f"{func} was given tensors on {sorted(map(str, devices))}")
+    if func in INDEXING and {one.device for one in lying} - {args[0].device}:
+        raise RuntimeError(f"{func}: indices should be on the host or on the same device as the indexed tensor")
     target = asked or lying[0].device
     if func is aten.copy_.default:
         target = args[0].device

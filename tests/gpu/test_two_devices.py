@@ -28,6 +28,13 @@ def spread(model, tmp_path_factory):  # noqa: F811
     return AutoModelForCausalLM.from_pretrained(folder, device_map=places, dtype=model.dtype).eval()
 
 
+@pytest.fixture(autouse=True)
+def all_logits(monkeypatch):
+    """One device asks for the logits of drafts too, as two do: products of other sizes may round otherwise."""
+    run = OasisCache.run
+    monkeypatch.setattr(OasisCache, "run", lambda cache, inner, call, name, keeps: run(cache, inner, call, name, False))
+
+
 def same(one, other):
     """Both run the same kernels in the same order, each on its device."""
     assert torch.equal(one.sequences.cpu(), other.sequences.cpu())
