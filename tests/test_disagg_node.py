@@ -355,8 +355,9 @@ def test_64_requests_over_two_and_two_processes(folder, tmp_path):
     running = []
     try:
         places = []
-        for _ in range(2):
+        for keeps in ("0", "0.01"):  # GiB of what prompts begin with
             serve = [*command, "prefill-server", *how, "--listen", "127.0.0.1:0", "--pool-gib", "0.05"]
+            serve += ["--prefix-gib", keeps]
             child = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
             running.append(child)
             places.append(child.stdout.readline().rsplit(" ", 1)[1].strip())
@@ -364,7 +365,8 @@ def test_64_requests_over_two_and_two_processes(folder, tmp_path):
             free.bind(("127.0.0.1", 0))
             place = f"127.0.0.1:{free.getsockname()[1]}"
         child = subprocess.Popen(
-            [*command, "serve-disagg", *how, "--prefill", *places, "--workers", "2", "--listen", place],
+            [*command, "serve-disagg", *how, "--prefill", *places, "--workers", "2", "--listen", place,
+             "--prefix-gib", "0.01"],
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         running.append(child)

@@ -17,6 +17,7 @@ from weights import Packed, made
 
 from oasis_hf import ConfigError, OasisCache, PrefixFileError, PrefixStore
 from oasis_hf.attach import cache_name
+from oasis_hf.prefixes import keeping
 from oasis_hf.summaries import Summaries
 
 pytestmark = pytest.mark.core
@@ -184,7 +185,7 @@ def test_nothing_is_found_of_what_was_not_kept_whole(monkeypatch, what):
         raise MemoryError
 
     with monkeypatch.context() as broken:
-        broken.setattr(prefixes if what == "_part" else cache.state.store, what, fails)
+        broken.setattr(keeping if what == "_part" else cache.state.store, what, fails)
         with pytest.raises(MemoryError):
             prefixes.keep(cache, IDS)
     assert len(prefixes) == 0 and torch.equal(generate(model, IDS, prefixes.cache()), cold(model, IDS))

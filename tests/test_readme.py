@@ -35,7 +35,7 @@ def test_python_blocks(loads_smollm2, capsys):
     out = capsys.readouterr().out
     assert "Paris" in out and "hit rate" in out
     assert names["branch"].get_seq_length() > 22 > 0
-    assert names["prefixes"].hits > 200
+    assert names["prefixes"].hits > 200 and names["held"].hits > 200
     assert names["cache"].stats()["fetched"].sum() > 0 and len(names["figure"].axes) >= 2
 
 

@@ -46,6 +46,9 @@ def _shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="PEM files; both sides or neither")
     parser.add_argument("--budget", type=int, help="working set in tokens, as the knob")
     parser.add_argument("--tokens-per-summary", type=int, help="as the knob")
+    parser.add_argument("--prefix-gib", type=float, default=0.0,
+                        help="host memory for what prompts begin with, read or sent once; of each decode process "
+                        "(default: none is kept)")  # fmt: skip
     parser.add_argument("--device", help="(default: the GPU if there is one)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="(default: the model's own)")
     parser.add_argument("--threads", type=int, default=0, help="of each process's torch (default: torch's own)")
@@ -84,6 +87,8 @@ def _prepared(args: argparse.Namespace) -> tuple[bytes, Tls | None, dict[str, An
             tls.context(server=True)
         except OSError as error:
             raise ConfigError(f"--tls can't be used: {error}") from error
+    if not 0 <= args.prefix_gib < 2**20:
+        raise ConfigError(f"--prefix-gib {args.prefix_gib} is not allowed: use a number from 0 on.")
     if args.threads < 0:
         raise ConfigError(f"--threads {args.threads} is not allowed: use an integer >= 0.")
     if args.device is not None:
@@ -107,6 +112,7 @@ def prefill_server(args: argparse.Namespace) -> int:
 
     from ..models import load
     from ..placing import placed
+    from ..prefixes import PrefixStore
     from .handle import head_dim
     from .node import PrefillNode
     from .prefill import PrefillWorker
@@ -120,7 +126,11 @@ def prefill_server(args: argparse.Namespace) -> int:
     device, dtype = placed(model)
     page = 2 * BLOCK * head_dim(model) * dtype.itemsize
     staging = StagingPool(int(args.pool_gib * 2**30) // page, head_dim(model), dtype, device.type == "cuda")
-    worker = PrefillWorker(model, staging, checked=args.checked, **knobs)
+    if args.prefix_gib:
+        prefixes = PrefixStore(model, int(args.prefix_gib * 2**30), **knobs)
+        worker = PrefillWorker(model, staging, checked=args.checked, prefixes=prefixes)
+    else:
+        worker = PrefillWorker(model, staging, checked=args.checked, **knobs)
     try:
         node = PrefillNode(worker, secret, address=address, engines=(args.engine,), tls=tls)
     except OSError as error:
@@ -147,7 +157,8 @@ def serve_disagg(args: argparse.Namespace) -> int:
     OasisConfig(**knobs)  # before a decode process meets them in its first request
     router = Router(
         args.model, args.workers, addresses=prefill, secret=secret, engine=args.engine, tls=tls, device=args.device,
-        dtype=args.dtype and getattr(torch, args.dtype), threads=args.threads or torch.get_num_threads(), **knobs,
+        dtype=args.dtype and getattr(torch, args.dtype), threads=args.threads or torch.get_num_threads(),
+        prefix_bytes=int(args.prefix_gib * 2**30), **knobs,
     )  # fmt: skip
     _warn(listen[0], None)
     try:

@@ -165,9 +165,16 @@ class Control:
         self._ended(lease)
         self._calls.call("release", seconds=seconds, request=lease.request, generation=lease.generation, clean=clean)
 
-    def submit(self, request: str, ids: np.ndarray, seconds: float = 10.0) -> None:
-        """A prompt, int64 `[n]`, for a `PrefillNode`. Raises PoolFull, and Refused where it is none."""
-        self._calls.call("submit", [ids.astype("<i8").tobytes()], seconds=seconds, request=request)
+    def submit(
+        self, request: str, ids: np.ndarray, seconds: float = 10.0, held: Any = None
+    ) -> None:  # fmt: skip
+        """A prompt, int64 `[n]`, for a `PrefillNode`. Raises PoolFull, and Refused where it is none.
+
+        Args:
+            held: `Held`, what this side has of it; None: it keeps nothing.
+        """
+        told = None if held is None else [held.count, held.name]
+        self._calls.call("submit", [ids.astype("<i8").tobytes()], seconds=seconds, request=request, held=told)
 
     def stage(self, request: str, seconds: float = 10.0) -> str:
         """ "waiting" or "published". Raises StaleLease where there is no such request, DisaggError where it failed."""

@@ -13,8 +13,10 @@ import torch
 
 from .. import supported
 from ..cache import OasisCache
-from ..config import ConfigError, OasisConfig
+from ..config import BLOCK, ConfigError, OasisConfig
 from ..placing import placed
+from ..prefixes import PrefixStore
+from ..prefixes.borrowed import Borrowed
 from ..resumed import Resumed
 from ..room import keeps_buffers
 from ..store.near import Far, Near, Pending
@@ -23,6 +25,7 @@ from ..store.tiered import TieredStore
 from .control import Control
 from .errors import DeadlineExceeded, DisaggError, PeerLost, PoolFull, Refused
 from .handle import Handle, head_dim, terms, unpack
+from .increment import Held, Increment, check_store, whole
 from .link import Link
 from .tcp import TcpEngine
 from .transport import Engine, Lease, Memory, Read, merged, verify
@@ -96,17 +99,40 @@ class Prefilled:
     """A request that waits on a prefill node: what `OasisCache.from_prefill` takes.
 
     Attributes:
-        ids: `[1, n]` its tokens, for `model.generate`. taken: a cache holds it.
+        ids: `[1, n]` its tokens, for `model.generate`. nbytes: of its handle, as it came. taken: a cache holds it.
     """
 
-    def __init__(self, client: "PrefillClient", request: str, handle: Handle, lease: Lease, nbytes: int) -> None:
+    def __init__(
+        self, client: "PrefillClient", request: str, handle: Handle, lease: Lease, nbytes: int,
+        borrowed: Borrowed | None = None,
+    ) -> None:  # fmt: skip
         self.client, self.request, self.handle, self.nbytes = client, request, handle, nbytes
+        self.borrowed, self.taken = borrowed, False
+        self.increment: Increment | None = None
         self.far = RemotePages(client.link, lease, client.pool.page_bytes, client.seconds, client.away)
         self.ids = handle.ids[None]
-        self.taken = False
+
+    def keep(self) -> int:
+        """The prompt's closed blocks stay in the client's `PrefixStore`, as many as there is room for. Those that no
+        step has selected come now, so do this when the request has been answered. What its cache does makes no
+        difference to them.
+
+        Returns:
+            New blocks there; 0 where the client has no store, or the node another model, adapter or drafter than it.
+
+        Raises:
+            ValueError: no cache has taken the request. DisaggError: the node is lost. HostMemoryError: there is no
+                memory for them.
+        """
+        if not self.taken:
+            raise ValueError(f"No cache has taken the request {self.request!r} yet: keep it after from_prefill.")
+        return 0 if self.increment is None else self.increment.keep()
 
     def close(self) -> None:
-        """The request is over, whoever still refers to it: its node has its pages back."""
+        """The request is over, whoever still refers to it: its node has its pages back, and the store what it lent."""
+        for held in (self.increment, self.borrowed):
+            if held is not None:
+                held.close()
         self.far.release()
 
 
@@ -117,24 +143,32 @@ class PrefillClient:
         model: the same as there. address, secret, tls: of the node's pool server.
         engine: "tcp" or "nixl", or a function that makes an `Engine` of a `Memory`.
         config, knobs: as `OasisCache` takes them; their summaries must be those of the prefill node.
-        host_bytes: most host memory for KV of all its requests; None: the machine's.
+        host_bytes: most host memory for KV of all its requests; None: the machine's. prefixes: what it holds of a
+            prompt does not come; its knobs are the client's where none are given, and its memory holds the requests'
+            KV too. `Prefilled.keep` leaves a prompt there. Clients may share one.
         seconds: deadline of a read of blocks. away: seconds that the node has to come back when it is lost; who needs
             it soon after that fails at once (`link.ABSENT`). limits: `seconds`, `beat`, `silence` of the connection
             (`Link`).
 
     Raises:
-        Refused: the node has another model, version, layout or secret. PeerLost: it is not there.
+        Refused: the node has another model, version, layout or secret. PeerLost: it is not there. ConfigError: an
+            unknown engine, or prefixes of another model or other blocks.
     """
 
     def __init__(
         self, model: Any, address: Address, secret: bytes, engine: Any = "tcp", tls: Tls | None = None,
         config: OasisConfig | None = None, host_bytes: int | None = None, seconds: float = 10.0,
-        away: float = 10.0, limits: dict[str, float] | None = None, **knobs: Any,
+        away: float = 10.0, limits: dict[str, float] | None = None, prefixes: PrefixStore | None = None, **knobs: Any,
     ) -> None:  # fmt: skip
-        self.model, self.address, self.away = supported.plain_model(model), address, away
-        self.config, self.seconds = (config or OasisConfig()).replace(**knobs), seconds
+        self.model, self.address, self.away, self.prefixes = supported.plain_model(model), address, away, prefixes
+        own = OasisConfig() if prefixes is None else prefixes.config
+        self.config, self.seconds = (config or own).replace(**knobs), seconds
         device, dtype = placed(self.model)
-        self.pool = PagePool(head_dim(self.model), dtype, device.type == "cuda", host_bytes)
+        if prefixes is None:
+            self.pool = PagePool(head_dim(self.model), dtype, device.type == "cuda", host_bytes)
+        else:
+            check_store(self, prefixes, self.config, host_bytes)
+            self.pool = prefixes.pool
         reads = _engine(engine, Memory(self.pool.pages), secret, tls)
         try:
             self.link = Link(address, secret, terms(self.model, self.config), reads, tls, **(limits or {}))
@@ -142,26 +176,50 @@ class PrefillClient:
             reads.close()
             raise
 
-    def fetch(self, request: str) -> Prefilled:
+    def fetch(self, request: str, borrowed: Borrowed | None = None) -> Prefilled:
         """A published request: its handle, which is not small, comes now, and none of its KV.
 
+        Args:
+            borrowed: what it was asked for with.
+
         Raises:
-            StaleLease: there is no such request. Corrupt, PeerLost, DeadlineExceeded: as their names say.
+            StaleLease: there is no such request. Refused: it came without blocks that are not held here. Corrupt,
+                PeerLost, DeadlineExceeded: as their names say.
         """
         self._alive()
         data, lease = self.link.handle(request)
-        return Prefilled(self, request, Handle.parse(bytes(data)), lease, len(data))
+        try:
+            handle = whole(Handle.parse(bytes(data)), borrowed)
+        except BaseException:
+            _release(self.link, lease)
+            raise
+        if self.prefixes is not None:
+            self.prefixes.asked += len(handle.ids)
+            self.prefixes.hits += handle.first * BLOCK
+        return Prefilled(self, request, handle, lease, len(data), borrowed)
 
     def prefill(self, ids: torch.Tensor, seconds: float = 120.0) -> Prefilled:
         """`published`, and fetched."""
-        return self.fetch(self.published(ids, seconds))
+        borrowed = self.borrow(ids)
+        try:
+            return self.fetch(self.published(ids, seconds, borrowed), borrowed)
+        except BaseException:
+            if borrowed is not None:
+                borrowed.close()
+            raise
 
-    def published(self, ids: torch.Tensor, seconds: float = 120.0) -> str:
+    def borrow(self, ids: torch.Tensor) -> Borrowed | None:
+        """What its store holds of a prompt of ids `[n]`, which then stays there, so that it need not come; None: it has
+        no store."""
+        return None if self.prefixes is None else self.prefixes.borrow(ids)
+
+    def published(self, ids: torch.Tensor, seconds: float = 120.0, borrowed: Borrowed | None = None) -> str:
         """Has the node read a prompt of ids `[n]`, which a `PrefillNode` does. Gives the request's name once it may be
         fetched.
 
         Args:
-            seconds: limit of waiting for room in its pool, and for its turn.
+            seconds: limit of waiting for room in its pool, and for its turn. borrowed: what need not come; the request
+                is fetched with it then.
 
         Raises:
             PoolFull: there was no room all the time. Refused: the prompt is none. DeadlineExceeded, DisaggError.
@@ -169,7 +227,7 @@ class PrefillClient:
         request, until, control = uuid.uuid4().hex, time.monotonic() + seconds, self._alive()
         while True:
             try:
-                control.submit(request, ids.to(torch.int64).cpu().numpy())
+                control.submit(request, ids.to(torch.int64).cpu().numpy(), held=Held.of(borrowed))
                 break
             except PoolFull:
                 if time.monotonic() + PAUSE > until:
@@ -182,8 +240,8 @@ class PrefillClient:
         return request
 
     def memory(self) -> dict[str, int]:
-        """Bytes of host memory: `host`, blocks of its requests; `late`, places of requests that are over, which a late
-        read may still write to."""
+        """Bytes of host memory: `host`, blocks of its requests, and all of its `PrefixStore`'s; `late`, places of
+        requests that are over, which a late read may still write to."""
         late = self.pool.late
         return {"host": (self.pool.pages_in_use - late) * self.pool.page_bytes, "late": late * self.pool.page_bytes}
 
@@ -218,7 +276,8 @@ def from_prefill(prefilled: Prefilled, model: Any, drafter: Any = None, **knobs:
     sliding-window layer the window's tokens come, so that `crop` can't go behind the prompt's end.
 
     Args:
-        prefilled: of `PrefillClient.fetch`, used once. drafter, knobs: as `OasisCache` takes them.
+        prefilled: of `PrefillClient.fetch`, used once. drafter, knobs: as `OasisCache` takes them; where the client
+            has a `PrefixStore`, its drafter is the default.
 
     Raises:
         Refused: the summaries are others than the client's. ConfigError: a store or host_dtype in the knobs.
@@ -233,6 +292,9 @@ def from_prefill(prefilled: Prefilled, model: Any, drafter: Any = None, **knobs:
         )
     if supported.plain_model(model) is not client.model:
         raise ValueError("from_prefill needs the model that its PrefillClient was made with.")
+    if drafter is None and client.prefixes is not None:
+        drafter = client.prefixes.drafter.fork()
+        drafter.reset()
     cache = OasisCache(model, client.config, drafter, **knobs)
     ours, theirs = cache.state.config, client.config
     for knob in ("scorer", "summary_dtype", "tokens_per_summary"):
@@ -252,14 +314,16 @@ def from_prefill(prefilled: Prefilled, model: Any, drafter: Any = None, **knobs:
         )
     state, pages = cache.state, handle.pages
     far = prefilled.far
-    near = Near(client.pool, far)
+    device = placed(client.model).device
+    near = Near(client.pool, far, beside=device if client.prefixes is not None and device.type == "cuda" else None)
     layers, heads, blocks = pages.shape
+    shares = client.prefixes is not None and prefilled.borrowed is not None and "first" in handle.told
 
     def make_store(
         rows: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
     ) -> TieredStore:  # fmt: skip
         store = TieredStore(layers, rows, kv_heads, device, near)
-        store.admit(near.allocate(pages.numel()).view(layers, kv_heads, blocks))
+        store.admit(near.allocate(pages.numel()).view(layers, kv_heads, blocks), shares)
         return store
 
     state.make_store = make_store
@@ -267,6 +331,9 @@ def from_prefill(prefilled: Prefilled, model: Any, drafter: Any = None, **knobs:
     unpack(cache, handle)
     store = state.store
     if isinstance(store, TieredStore):
+        if shares:
+            assert client.prefixes is not None and prefilled.borrowed is not None
+            prefilled.increment = Increment(client.prefixes, prefilled.borrowed, handle, near, store.table[:, 0])
         _begin(near, store.table[:, 0], handle.selected)
         near.arrive()
         _begin(near, store.table[:, 0], handle.ahead)  # beside the first step

@@ -56,11 +56,13 @@ class Handle:
 
     Attributes:
         ids: `[n]` int64, its tokens. logits: `[V]` behind the last, in the model's dtype.
-        pages: `[layers, KV heads, blocks]` int32, where its KV stands in the staging pool, the open block's too.
+        pages: `[layers, KV heads, blocks]` int32, where its KV stands in the staging pool, the open block's too. The
+            reader may have the first blocks (`first`): those are left out here, in `sums` and among the summaries.
         selected: `[layers, KV heads, K]` int32, blocks that the first step attends to, -1 for none. ahead: likewise,
             what that step's query selects for the next one.
         sums: CRC-32 of the pages, `[layers, KV heads, blocks]` int64, or empty: not to be checked.
-        state: tensors of the layers and of the drafter, by name. told: the drafter's name.
+        state: tensors of the layers and of the drafter, by name. told: the drafter's name; where the blocks are of the
+            kind that the reader keeps, `first` too.
     """
 
     ids: torch.Tensor
@@ -71,6 +73,11 @@ class Handle:
     sums: torch.Tensor
     state: dict[str, torch.Tensor]
     told: dict[str, str]
+
+    @property
+    def first(self) -> int:
+        """Blocks that are left out."""
+        return int(self.told.get("first", 0))
 
     def to_bytes(self) -> bytes:
         tensors = {**{f"own.{name}": getattr(self, name) for name in _OWN}, **self.state}
@@ -90,8 +97,9 @@ class Handle:
 
 
 @torch.no_grad()
-def pack(cache: OasisCache) -> dict[str, torch.Tensor]:
-    """The state of a cache of one row without padding behind its prompt, on the host."""
+def pack(cache: OasisCache, first: int = 0) -> dict[str, torch.Tensor]:
+    """The state of a cache of one row without padding behind its prompt, on the host, without the summaries of its
+    first blocks."""
     rows = cache.state.need_rows()
     closed, state = rows.tokens[0] // BLOCK, {}
     layers: list[Any] = list(cache.layers)
@@ -100,9 +108,9 @@ def pack(cache: OasisCache) -> dict[str, torch.Tensor]:
             keys, values = layer.last(rows.columns)
             state[f"{index}.keys"], state[f"{index}.values"] = keys[0], values[0]
             continue
-        state[f"{index}.vectors"] = layer.summaries.vectors[0, :, :closed]
+        state[f"{index}.vectors"] = layer.summaries.vectors[0, :, first:closed]
         if layer.summaries.scales.numel():
-            state[f"{index}.scales"] = layer.summaries.scales[0, :, :closed]
+            state[f"{index}.scales"] = layer.summaries.scales[0, :, first:closed]
         state[f"{index}.scaling"] = torch.tensor(layer.scaling, dtype=torch.float64)
         state[f"{index}.recent"] = layer.recent[0]
     state |= {f"drafter.{name}": tensor for name, tensor in cache.drafter.shipped().items()}

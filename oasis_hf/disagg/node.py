@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .errors import DisaggError, Refused, StaleLease
+from .increment import Held
 from .poolserver import PoolServer
 from .prefill import PrefillWorker
 
@@ -28,7 +29,7 @@ class PrefillNode:
 
     def __init__(self, worker: PrefillWorker, secret: bytes, **serving: Any) -> None:
         self.worker, self.staging = worker, worker.staging
-        self._prompts: queue.Queue[tuple[str, torch.Tensor] | None] = queue.Queue()
+        self._prompts: queue.Queue[tuple[str, torch.Tensor, Held | None] | None] = queue.Queue()
         self._waiting: set[str] = set()
         self._failed: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -36,11 +37,15 @@ class PrefillNode:
         self.server = PoolServer(self.staging, secret, worker.terms, submit=self.submit, stage=self.stage, **serving)
         self._thread.start()
 
-    def submit(self, request: str, ids: torch.Tensor) -> None:
+    def submit(self, request: str, ids: torch.Tensor, held: Any = None) -> None:
         """A prompt of ids `[n]` takes its place in the queue.
 
+        Args:
+            held: as `Control.submit` has it.
+
         Raises:
-            PoolFull: there is no room for its KV now. Refused: it is empty, too long, or has ids that are none.
+            PoolFull: there is no room for its KV now. Refused: it is empty, too long, or has ids that are none; or
+                more of it is held than there is.
         """
         config = self.worker.model.config.get_text_config(decoder=True)
         most = getattr(config, "max_position_embeddings", None)
@@ -48,10 +53,11 @@ class PrefillNode:
             raise Refused("request", f"A prompt of {len(ids):,} tokens is not possible: use 1 to {(most or 0) - 1:,}.")
         if bool((ids < 0).any()) or bool((ids >= config.vocab_size).any()):
             raise Refused("request", f"A prompt has token ids outside 0 to {config.vocab_size - 1:,}.")
+        had = None if held is None else Held.parse(held, len(ids))
         self.worker.reserve(request, len(ids))
         with self._lock:
             self._waiting.add(request)
-        self._prompts.put((request, ids))
+        self._prompts.put((request, ids, had))
 
     def stage(self, request: str) -> str:
         """ "waiting" or "published".
@@ -70,10 +76,10 @@ class PrefillNode:
 
     def _read(self) -> None:
         while (prompt := self._prompts.get()) is not None:
-            request, ids = prompt
+            request, ids, held = prompt
             why = None
             try:
-                self.worker.read(request, ids)
+                self.worker.read(request, ids, held)
             except Exception as error:  # the next prompt may be better
                 why = f"{type(error).__name__}: {error}"
             with self._lock:

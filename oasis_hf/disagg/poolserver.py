@@ -52,7 +52,8 @@ class PoolServer:
         silence: seconds without a sign of a reader until it is taken for dead.
         reader_grace: seconds that the leases of a dead reader last on, for it to connect again.
         hung: seconds without a sign of the server until it is killed and started again.
-        submit, stage: take a reader's prompt (a request's name, ids `[n]`), and tell where one is: see `PrefillNode`.
+        submit, stage: take a reader's prompt (a request's name, ids `[n]`, what the reader has of it), and tell where
+            one is: see `PrefillNode`.
 
     Raises:
         ConfigError: a wrong argument. OSError: the address can't be had. DisaggError: the server does not start.
@@ -62,7 +63,7 @@ class PoolServer:
         self, staging: StagingPool, secret: bytes, terms: Terms, address: Address = ("127.0.0.1", 0),
         data_address: Address | None = None, data_host: str | None = None, engines: tuple[str, ...] = ("tcp",),
         tls: Tls | None = None, nixl: NixlSettings | None = None, silence: float = 5.0, reader_grace: float = 5.0,
-        hung: float = 20.0, seconds: float = 60.0, submit: Callable[[str, torch.Tensor], None] | None = None,
+        hung: float = 20.0, seconds: float = 60.0, submit: Callable[[str, torch.Tensor, Any], None] | None = None,
         stage: Callable[[str], str] | None = None,
     ) -> None:  # fmt: skip
         if not engines or not set(engines) <= set(ENGINES):
@@ -191,7 +192,8 @@ class PoolServer:
         if op == "submit":
             if self._submit is None:
                 raise Refused("request", "This node takes no prompts: it publishes what it is given otherwise.")
-            self._submit(request, torch.frombuffer(bytearray(parts[0]), dtype=torch.int64) if parts[0] else _NO_IDS)
+            ids = torch.frombuffer(bytearray(parts[0]), dtype=torch.int64) if parts[0] else _NO_IDS
+            self._submit(request, ids, header.get("held"))
             return {}, ()
         if op == "stage" and self._stage is not None:
             return {"stage": self._stage(request)}, ()

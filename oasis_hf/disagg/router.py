@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .errors import Refused
@@ -72,13 +72,20 @@ def decode_process(pipe: Any, model: str | None, settings: dict[str, Any]) -> No
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the router too, which ends this process
     import torch
 
+    from ..config import ConfigError, OasisConfig
     from ..models import ModelError, load
+    from ..prefixes import PrefixStore
+    from ..supported import UnsupportedModelError
     from .worker import DecodeWorker, Job
 
     torch.set_num_threads(settings.pop("threads"))
+    most, knobs = settings.pop("prefix_bytes", 0), settings.keys() & {one.name for one in fields(OasisConfig)}
     try:
         loaded, tokenizer = load(model, settings.pop("device"), settings.pop("dtype"))
-    except ModelError as error:
+        if most:
+            own = {name: settings.pop(name) for name in knobs}  # a client takes them from it
+            settings["prefixes"] = PrefixStore(loaded, most, **own)
+    except (ModelError, ConfigError, UnsupportedModelError) as error:
         pipe.send((-1, "failed", str(error)))
         return
     worker = DecodeWorker(loaded, tokenizer, **settings)
@@ -125,7 +132,7 @@ class Router:
 
     Args:
         model: id or path; None: the bundled one. workers: decode processes. settings: of `DecodeWorker`, with
-            `device`, `dtype` and `threads`.
+            `device`, `dtype` and `threads`, and `prefix_bytes`, of a `PrefixStore` of each process (0: none).
     """
 
     def __init__(self, model: str | None, workers: int, **settings: Any) -> None:

@@ -144,7 +144,7 @@ class _Session:
             return {"stats": {**told["stats"], "served": server.served.told()}}, ()
         request = str(header["request"])
         if op in ("submit", "stage"):
-            told, _ = server.link.call(op, parts, request=request)
+            told, _ = server.link.call(op, parts, request=request, held=header.get("held"))
             return {key: told[key] for key in ("stage",) if key in told}, ()
         if op == "handle":
             told, answer = server.link.call("handle", request=request, seconds=60)

@@ -77,7 +77,8 @@ class DecodeWorker:
     other requests are decoded meanwhile.
 
     Args:
-        model, tokenizer: as on the nodes. addresses: of the nodes, taken in turn. secret, client: as `PrefillClient`.
+        model, tokenizer: as on the nodes. addresses: of the nodes, taken in turn. secret, client: as `PrefillClient`;
+            where it has prefixes, each prompt's blocks go there when it has been answered.
         patience: seconds that a prompt may wait for room in the nodes' pools, and for being read.
     """
 
@@ -176,26 +177,27 @@ class DecodeWorker:
             if job.gone:
                 prefilled.close()
                 return
-            done = self._completed(job, ids, prefilled)
-            while done is None:
+            while not self._completed(job, ids, prefilled):
                 with self._ending:
                     if not self._over:
                         return self._jobs.put(job)
-                done = self._completed(job, ids, self._prefilled(job, ids))
-            job.tell("done", done)
+                prefilled = self._prefilled(job, ids)
         except Exception as error:
             job.tell("error", _sentence(error))
 
-    def _completed(self, job: Job, ids: torch.Tensor, prefilled: Prefilled) -> dict[str, Any] | None:
-        """What came of it; None: its node lost it."""
+    def _completed(self, job: Job, ids: torch.Tensor, prefilled: Prefilled) -> bool:
+        """Whether it was, and is told; else its node lost it."""
         if job.tried:
             job.tell("again", None)  # what was said before is said anew
         try:
-            return self._generated(job, ids, prefilled)
+            job.tell("done", self._generated(job, ids, prefilled))
+            with contextlib.suppress(DisaggError, MemoryError):  # it was answered, and can be read again
+                prefilled.keep()
+            return True
         except LOST as error:
             job.tried.add(prefilled.client.address)
             job.why = str(error)
-            return None
+            return False
         finally:
             prefilled.close()
 

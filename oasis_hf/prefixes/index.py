@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -78,6 +79,8 @@ class Index:
         self._name: dict[int, bytes] = {}
         self._free: list[int] = []
         self._clock = 0
+        self._lent: Counter[int] = Counter()
+        self._given_back: deque[list[int]] = deque()
 
     def __len__(self) -> int:
         return len(self.entry)
@@ -108,11 +111,27 @@ class Index:
 
     def oldest(self, count: int) -> list[int]:
         """So many entries as may go, those first that were used longest ago; of a prompt its end first."""
-        held = torch.tensor(list(self._name), dtype=torch.int64)
+        lent = self.lent
+        held = torch.tensor([at for at in self._name if not lent[at]], dtype=torch.int64)
         held = held[self._used_at[held] < self._clock]
         order = (-self._depth[held]).argsort(stable=True)
         order = order[self._used_at[held[order]].argsort(stable=True)]
         return held[order][:count].tolist()
+
+    @property
+    def lent(self) -> Counter[int]:
+        """By entry, how many requests count on it: it stays meanwhile."""
+        while self._given_back:
+            self._lent -= Counter(self._given_back.popleft())
+        return self._lent
+
+    def lend(self, entries: list[int]) -> None:
+        """One request more counts on these."""
+        self._lent += Counter(entries)
+
+    def give_back(self, entries: list[int]) -> None:
+        """One fewer. A collection may call this in the middle of anything: it is only noted here."""
+        self._given_back.append(entries)
 
     def depth(self, at: int) -> int:
         """How many blocks stand before it."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,18 +11,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from .. import parallel, supported
+from .. import supported
 from ..config import BLOCK, ConfigError, OasisConfig
 from ..drafters import make_drafter
-from ..fingerprint import adapters, fingerprint, mixed
+from ..fingerprint import mixed
 from ..placing import autocast_to, needs_one_device, placed
 from ..reach import Reach
 from ..room import keeps_buffers
 from ..store.host import HostStore
 from ..store.pages import PagePool
-from ..summaries import Summaries
+from .borrowed import Borrowed
 from .calls import are_text
-from .index import Index, Layout, digests, release
+from .index import Index, digests, release
+from .keeping import kept_of
+from .kind import Kind
 
 if TYPE_CHECKING:
     from ..cache import OasisCache
@@ -37,7 +37,7 @@ def _alone(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def run(self: "PrefixStore", *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
+        with self.lock:
             return method(self, *args, **kwargs)
 
     return run  # type: ignore[return-value]
@@ -61,7 +61,7 @@ class PrefixStore:
         config, drafter, knobs: as `OasisCache` takes them, for all of its caches.
 
     Attributes:
-        hits, asked: tokens that need not be read again, and tokens of all prompts, since it was made.
+        hits, asked: tokens that need not be read or sent again, and tokens of all prompts, since it was made.
 
     Raises:
         ConfigError: host_bytes holds not even one block, another store than "host"; as `OasisCache` does.
@@ -90,14 +90,11 @@ class PrefixStore:
             )
         if self.config.store != "host":
             raise ConfigError(f"PrefixStore keeps pages in host memory, not with store={self.config.store!r}.")
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self.drafter = make_drafter(drafter, self.model, self.config)
-        device, own = placed(self.model)
-        heads, dim = supported.kv_shape(supported.text_config(self.model))
-        dtype = own if self.config.host_dtype == "model" else getattr(torch, self.config.host_dtype)
-        self.pool = PagePool(dim, dtype, device.type == "cuda")
-        sums = Summaries(self.config, 1, parallel.local_heads(self.model, heads), dim, own, torch.device("meta"))
-        self.layout = Layout.of(len(windows), sums, self.pool.page_bytes, self.drafter.state_width, own)
+        self.kind = Kind(self.model, self.config, self.drafter)
+        self.layout = self.kind.layout
+        self.pool = PagePool(self.kind.head_dim, self.kind.dtype, placed(self.model).device.type == "cuda")
         if type(host_bytes) is not int or host_bytes < self.layout.nbytes:
             told = f"{host_bytes:,}" if type(host_bytes) is int else repr(host_bytes)
             raise ConfigError(
@@ -106,7 +103,6 @@ class PrefixStore:
             )
         self.host_bytes = host_bytes
         self.hits = self.asked = 0
-        self._prints: dict[tuple[str, ...], str] = {}
         self._open()
 
     def _open(self) -> None:
@@ -128,19 +124,12 @@ class PrefixStore:
     def clear(self) -> None:
         """Forget all, as after a change of the model's weights; caches keep what they use."""
         self._finalizer()
-        self._prints.clear()
+        self.kind.forget()
         self._open()
 
     def identity(self) -> str:
         """Of the model and the adapters at work in it, and of what is kept of a block."""
-        at_work = adapters(self.model)
-        if at_work not in self._prints:
-            told = [
-                fingerprint(self.model), at_work, self.config.scorer, self.config.tokens_per_summary,
-                [str(one) for one in self.layout.parts.values()], str(self.pool.pages.dtype), self.drafter.states_of(),
-            ]  # fmt: skip
-            self._prints[at_work] = hashlib.sha256(json.dumps(told).encode()).hexdigest()
-        return self._prints[at_work]
+        return self.kind.identity()
 
     def cache(self) -> "OasisCache":
         """An empty cache: `generate`'s prefill takes from here what it can, and what it reads is kept here."""
@@ -232,7 +221,7 @@ class PrefixStore:
     def _fill(self, cache: "OasisCache", found: list[list[int]], lengths: list[int]) -> None:
         """Pages and summaries of rows' blocks, as if their prompts had been read."""
         state, (device, dtype) = cache.state, placed(self.model)
-        _settle(device)  # other caches' writes to these pages may be on their way
+        settle(device)  # other caches' writes to these pages may be on their way
         heads, dim = self.layout.heads, self.pool.pages.shape[-1]
         cache.rows_for(len(found))
         for layer in cache.sparse_layers:
@@ -298,78 +287,27 @@ class PrefixStore:
     @_alone
     @keeps_buffers
     def _keep(self, cache: "OasisCache", ids: torch.Tensor) -> int:
-        rows, state = cache.state.need_rows(), cache.state
-        told, cache.drafter.recorded = cache.drafter.recorded, None
-        if told is None and cache.drafter.state_width:
-            return 0  # kept before, or cropped: what the drafter saw of these tokens is not known any more
-        host, root = ids.detach().cpu(), bytes.fromhex(self.identity())
-        if cache.admitted is not None:
-            at_work, began = cache.admitted
-            if root != at_work or not torch.equal(began, host[:, : began.shape[1]]):
-                return 0  # another text follows what it took from here, or another adapter read that
-        store: Any = state.store
-        store.join()
-        new = 0
-        for row, valid in enumerate(rows.valid):
-            own = host[row][valid]
-            names = digests(root, own[: len(own) // BLOCK * BLOCK])
-            held = self.index.find(names)
-            if told is not None and len(held) * BLOCK < len(own) - self._read(told, row):
-                continue  # blocks that it took from here have gone since: their states are not its own to give
-            fresh = self._add(names, held, own)
-            if fresh:
-                first = len(held)
-                at, blocks = torch.tensor(fresh), slice(first, first + len(fresh))
-                try:
-                    for name, kept in self.index.parts.items():
-                        kept[at] = self._part(cache, name, row, blocks, told, len(own))
-                    self.index.pages[at] = store.share(row, blocks).permute(2, 0, 1)  # [n, layers, KV heads]
-                except BaseException:  # what is not whole must not be found
-                    for one in fresh:
-                        self.index.drop(one)
-                    raise
-                new += len(fresh)
-        state.ready = None  # pages that stand ready may be shared from here on
-        return new
+        return kept_of(self, cache, ids)
 
-    @staticmethod
-    def _read(told: list[Any], row: int) -> int:
-        """Tokens of a row that its drafter was shown by the model, the last ones of it."""
-        return sum(states.shape[1] if valid is None else int(valid[row].sum()) for states, valid in told)
-
-    def _add(self, names: list[bytes], held: list[int], own: torch.Tensor) -> list[int]:
-        """Entries of a row's blocks behind those that are `held`, as many as there is room for."""
-        missing = len(names) - len(held)
-        room = self.index.capacity - len(self.index)
-        if missing > room:
-            self._drop(self.index.oldest(missing - room))
-        fresh: list[int] = []
-        for block in range(len(held), len(names)):
-            parent = fresh[-1] if fresh else held[-1] if held else -1
-            at = self.index.add(names[block], parent, own[block * BLOCK : (block + 1) * BLOCK])
-            if at is None:
-                break
-            fresh.append(at)
-        return fresh
-
-    def _part(
-        self, cache: "OasisCache", name: str, row: int, blocks: slice, told: list[Any] | None, length: int
-    ) -> torch.Tensor:  # fmt: skip
-        """A part of a row's blocks, `[n, *shape]` on the host."""
-        if name == "states":
-            assert told is not None
-            read = torch.cat([states[row] if valid is None else states[row][valid[row]] for states, valid in told])
-            first = blocks.start * BLOCK - (length - len(read))
-            return read[first : first + (blocks.stop - blocks.start) * BLOCK].unflatten(0, (-1, BLOCK))
-        layers = [getattr(layer.summaries, name)[row, :, blocks] for layer in cache.sparse_layers]
-        return torch.stack(layers).movedim(2, 0).cpu()
-
-    def _drop(self, entries: list[int]) -> None:
+    def drop(self, entries: list[int]) -> None:
+        """These entries go; whoever uses their pages keeps them."""
         if entries:
-            _settle(placed(self.model).device)  # a device may still be reading their pages
+            settle(placed(self.model).device)  # a device may still be reading their pages
             self.pool.release(self.index.pages[entries].flatten())
         for at in entries:
             self.index.drop(at)
+
+    # -- what goes elsewhere -------------------------------------------------------------------------------------------
+
+    @_alone
+    @keeps_buffers
+    def borrow(self, ids: torch.Tensor) -> Borrowed:
+        """What is held of a prompt of ids `[n]`, its last token's block too: it stays until it is given back."""
+        host, root = ids.detach().cpu().long(), bytes.fromhex(self.identity())
+        names = digests(root, host[: len(host) // BLOCK * BLOCK])
+        self.index.tick()
+        found = self.index.find(names)
+        return Borrowed(self.pool, self.index, root, found, names)
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -391,10 +329,11 @@ class PrefixStore:
         """
         from .files import load
 
-        _settle(placed(self.model).device)  # a device may still be writing pages that are free again
+        settle(placed(self.model).device)  # a device may still be writing pages that are free again
         return load(self, Path(path))
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
+    """What a device has been given that may touch pages is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -47,15 +47,18 @@ class Near(PageNumbers):
 
     Args:
         pool: host memory. far: the tier below it. most: pages of `pool`; None: as many as there are numbers, so that
-            nothing is ever sent away.
+            nothing is ever sent away. beside: a CUDA device whose caches have pages in `pool` too: it may still be
+            writing to those that have become free.
 
     Attributes:
         read, written: pages that came from the tier and went there.
     """
 
-    def __init__(self, pool: PagePool, far: Far, most: int | None = None) -> None:
+    def __init__(
+        self, pool: PagePool, far: Far, most: int | None = None, beside: torch.device | None = None
+    ) -> None:  # fmt: skip
         super().__init__(pool.page_bytes)
-        self.pool, self.far, self.most = pool, far, most
+        self.pool, self.far, self.most, self.beside = pool, far, most, beside
         self.read = self.written = 0
         self._place = torch.zeros(0, dtype=torch.int64)  # page -> place in the pool, -1: only far
         self._page = torch.zeros(0, dtype=torch.int64)  # place -> page, -1: none
@@ -92,6 +95,35 @@ class Near(PageNumbers):
     def _vacate(self, places: torch.Tensor) -> None:
         self._page[places], self._changed[places] = -1, False
         self.pool.release(places)
+
+    def take(self, pages: torch.Tensor, places: torch.Tensor) -> None:
+        """Pages `[n]`, far so far, are at these places of the pool, which others refer to as well."""
+        self.pool.retain(places)
+        self._widen(places)
+        self._place[pages], self._page[places], self._used_at[places] = places, pages, self._clock
+
+    def share(self, pages: torch.Tensor) -> torch.Tensor:
+        """Where pages, of any shape and all different, are, with one more reference to each place, the caller's."""
+        places = self.bring(pages.flatten())
+        self.pool.retain(places)
+        return places.view_as(pages)
+
+    def own(self, pages: torch.Tensor) -> int:
+        """Pages `[n]` will be written: those at places that others refer to get some of their own. Gives their number.
+
+        A page keeps its own: a transfer that is planned asks for it.
+        """
+        places = self._place[pages]
+        shared = places >= 0
+        shared[shared.clone()] = self.pool.references[places[shared]] > 1
+        if shared.any():
+            moved, old = pages[shared], places[shared]
+            new = self._allocated(len(moved))
+            self.pool.copy(old, new)
+            self._place[moved], self._page[new], self._used_at[new] = new, moved, self._clock
+            self._changed[new] = self._changed[old]
+            self._vacate(old)
+        return int(shared.sum())
 
     def copy(self, old: torch.Tensor, new: torch.Tensor) -> None:
         for some in torch.arange(len(old)).split(self.at_once(2)):
@@ -171,11 +203,19 @@ class Near(PageNumbers):
         room = count if self.most is None else self.most - self.pool.pages_in_use
         if count > room:
             self._send_away(count - max(room, 0), asked)
+        return self._allocated(count)
+
+    def _allocated(self, count: int) -> torch.Tensor:
         places = self.pool.allocate(count)
+        if self.beside is not None:
+            torch.cuda.synchronize(self.beside)
+        self._widen(places)
+        return places
+
+    def _widen(self, places: torch.Tensor) -> None:
         top = int(places.max()) + 1
         self._page, self._used_at = _wider(self._page, top, -1), _wider(self._used_at, top, 0)
         self._changed = _wider(self._changed, top, False)
-        return places
 
     def _send_away(self, count: int, asked: int) -> None:
         self.arrive()

@@ -207,7 +207,7 @@ class PagePool(PageNumbers):
         self._flags = _PORTABLE if pin and torch.cuda.device_count() > 1 else 0
         self._covered = 0  # pages whose memory is pinned or, without pinning, was available when last looked at
         self._pieces: list[tuple[int, int]] = []
-        self._late: list[tuple[torch.Tensor, Callable[[], bool]]] = []
+        self._late: deque[tuple[torch.Tensor, Callable[[], bool]]] = deque()
         if pin:
             weakref.finalize(self, _unpin, self._pieces, self.pages, self.devices)
 
@@ -236,20 +236,23 @@ class PagePool(PageNumbers):
 
     @property
     def pages_in_use(self) -> int:
-        return super().pages_in_use - sum(len(pages) for pages, settled in self._late if settled())
+        return super().pages_in_use - sum(len(pages) for pages, settled in list(self._late) if settled())
 
     @property
     def late(self) -> int:
         """Pages that are nobody's but may still be written to."""
-        return sum(len(pages) for pages, settled in self._late if not settled())
+        return sum(len(pages) for pages, settled in list(self._late) if not settled())
 
     def release_later(self, pages: torch.Tensor, settled: Callable[[], bool]) -> None:
         """As `release`, once `settled` says that nothing writes to them any more."""
         self._late.append((pages, settled))
 
     def allocate(self, count: int) -> torch.Tensor:
-        waiting, self._late = self._late, []
-        for pages, settled in waiting:
+        for _ in range(len(self._late)):
+            try:
+                pages, settled = self._late.popleft()
+            except IndexError:  # another thread was the first
+                break
             if settled():
                 self.release(pages)
             else:

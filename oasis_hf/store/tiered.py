@@ -34,6 +34,10 @@ class TieredStore(HostStore):
     def _settle(self) -> None:
         """What the device wrote to host memory was copied there by the host."""
 
+    def _unshare(self, row: int, block: int) -> None:
+        super()._unshare(row, block)
+        self.bytes_copied += self.pool.own(self.table[:, row, :, block].flatten()) * self.pool.page_bytes
+
     def _parts(self, pages: torch.Tensor) -> Iterator[torch.Tensor]:
         """Of pages `[H, N]`, columns in parts that host memory takes at once."""
         yield from torch.arange(pages.shape[1]).split(self.pool.at_once(pages.shape[0]))
@@ -126,7 +130,7 @@ class TieredStore(HostStore):
     def near_bytes(self) -> int:
         return self.pool.held * self.pool.page_bytes
 
-    def admit(self, pages: torch.Tensor) -> None:
-        """The only row holds pages `[layers, KV heads, N]` of the tier already."""
+    def admit(self, pages: torch.Tensor, shared: bool = False) -> None:
+        """The only row holds pages `[layers, KV heads, N]` of the tier already. shared: others refer to them too."""
         self._set_table(pages[:, None].clone())
-        self.blocks = [pages.shape[2]]
+        self.blocks, self._shared = [pages.shape[2]], shared

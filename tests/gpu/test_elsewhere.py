@@ -12,6 +12,7 @@ from tiny import left_padded, prompt
 
 from oasis_hf import ConfigError, OasisCache, PrefixStore
 from oasis_hf.disagg import PoolServer, PrefillClient, PrefillWorker, StagingPool
+from oasis_hf.disagg.increment import Held
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -43,6 +44,31 @@ def test_a_prompt_that_was_read_elsewhere(model):  # noqa: F811
         out = generate(model, ids, cache, max_new_tokens=40)
         assert cache.memory()["host"] < cache.memory()["remote"]
         same(out, want)
+        client.close()
+    staging.close()
+
+
+def test_a_prompt_whose_beginning_both_sides_hold(model):  # noqa: F811
+    """The second prompt: its node reads 60 tokens, and sends what this side does not hold."""
+    staging = StagingPool(4000, model.config.head_dim, model.dtype, pin=True)
+    there, here = (PrefixStore(model, 1 << 28, **KNOBS) for _ in range(2))
+    worker = PrefillWorker(model, staging, prefixes=there)
+    with PoolServer(staging, SECRET, worker.terms) as server:
+        client = PrefillClient(model, server.address, SECRET, prefixes=here)
+        for seed in (1, 2):
+            ids = torch.cat((prompt(1, 240), prompt(1, 60, seed)), 1)
+            inputs = on_gpu({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+            want = generate(model, inputs, OasisCache(model, graphs=False, **KNOBS), max_new_tokens=40)
+            borrowed = client.borrow(ids[0])
+            prefilled = client.fetch(worker.prefill(ids, held=Held.of(borrowed)), borrowed)
+            assert prefilled.handle.first == (15 if seed == 2 else 0)
+            cache = OasisCache.from_prefill(prefilled, model)
+            same(generate(model, inputs, cache, max_new_tokens=40), want)
+            assert prefilled.keep() == (3 if seed == 2 else 18)
+            prefilled.close()
+            # What came is what a cache of the store's own goes on from.
+            same(generate(model, inputs, here.cache(), max_new_tokens=40), want)
+        assert there.hits == 240 and not here.index.lent
         client.close()
     staging.close()
 
