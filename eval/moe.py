@@ -18,6 +18,7 @@ from pathlib import Path
 
 import report_tables as tables
 import sweep
+import torch
 from report_tables import Lines, Row
 from sweep import Point, Setting, Sweep, find, of, told
 
@@ -49,6 +50,7 @@ def points(setting: Setting, rows: list[int]) -> Iterator[Point]:
 def measure(setting: Setting, part: str, rows: int) -> Row:
     model, context = setting.model, setting.context
     config = OasisConfig(budget=setting.budget, fetch_ratio=RATIO, sparsify=part, compile_after=0)
+    torch.manual_seed(rows)  # which experts tokens take, and what of them stays in L2, is then the same for all parts
     with forced_misses(True):
         cache = bench.filled(model, config, rows, context, setting.pool_gib, Injected(1))
         if part == "auto":
