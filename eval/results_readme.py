@@ -10,6 +10,7 @@ from pathlib import Path
 import report_tables as tables
 import results_tables as of
 from report_tables import Row
+from result_accuracy import SCORES, Setting
 
 SPEED = (
     ("16K tokens a row, C = 3", "pipeline", {"cap": 3, "tokens_per_summary": 16, "drafted": 1}),
@@ -88,7 +89,35 @@ def speculation(folder: Path) -> list[str]:
     ]
 
 
-BLOCKS = {"speed": speed, "lookahead": lookahead, "speculation": speculation}
+def accuracy(folder: Path) -> list[str]:
+    """Points less than dense of each mode with the adapter, and what the correction lane costs."""
+    told = _read(folder, "accuracy")
+    found = {(row["length"], row["budget"], Setting(row["mode"], row["budget"], row["score_name"]).label): row
+             for row in told["summaries"] if row["model"] == "adapter" and row["equal"] == "tokens"}  # fmt: skip
+    at = sorted({(length, budget) for length, budget, _ in found if length != "all" and budget})
+    labels = dict.fromkeys(label for _, budget, label in found if budget)
+    dense = {length: found[length, 0, "dense"] for length in dict.fromkeys(length for length, _ in at)}
+    rows = [[label, *(f"{100 * found[(*key, label)]['difference']:+.1f}" for key in at)] for label in labels]
+    lost = {
+        row["what"].split()[0]: row["measured"] for row in _read(folder, "overhead")["bars"] if "lane" in row["what"]
+    }
+    scores = ", ".join(
+        f"{100 * row['score']:.1f} at {length:,} ({row['tasks']} tasks)" for length, row in dense.items()
+    )
+    lane = ", ".join(f"{knob}={value!r}" for knob, value in SCORES["corrected"].items())
+    shortest = min(row["samples"] // row["tasks"] for row in found.values())
+    return [
+        *tables.markdown([("", ["points", *(f"{length:,} tokens, {budget}" for length, budget in at)], rows)]),
+        _wrapped(
+            "Mean over tasks of long-context retrieval (SmolLM2 with `eval/adapter`) in which dense scores 60 to 95%: "
+            f"{scores}. Every mode attends to as many tokens; at least {shortest} samples a task on the mean so far. "
+            f"Corrected: `{lane}`, which costs {lost['1']:.0%} of the tokens/s of one row and {lost['44']:.0%} of 44 "
+            "rows' (`eval/overhead.py`)."
+        ),
+    ]
+
+
+BLOCKS = {"speed": speed, "lookahead": lookahead, "speculation": speculation, "accuracy": accuracy}
 
 
 def filled(text: str, folder: Path) -> str:

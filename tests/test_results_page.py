@@ -169,8 +169,25 @@ def test_scripts_whose_results_are_not_kept_yet():
 
 
 def test_the_readme_s_blocks_are_all_there():
-    with pytest.raises(ValueError, match="blocks of results are speculation, speed: use speed, lookahead, speculation"):
+    with pytest.raises(ValueError, match="blocks of results are speculation, accuracy, speed: use speed, lookahead"):
         results_readme.filled(README.replace("<!-- results: lookahead -->", ""), RESULTS)
+
+
+def test_the_readme_tells_what_modes_lose(tmp_path):
+    """A line a mode, a column a length and budget; bytes' equals and other models are left out."""
+    row = {"model": "adapter", "length": 4096, "mode": "oasis", "budget": 1040, "score_name": "ours", "equal": "tokens",
+           "difference": -0.0123, "score": 0.8, "tasks": 5, "samples": 1000}  # fmt: skip
+    told = [{**row, "mode": "dense", "budget": 0, "difference": 0.0, "score": 0.825}, row,
+            {**row, "score_name": "corrected", "difference": 0.0012, "samples": 500},
+            {**row, "equal": "bytes", "difference": -0.5}, {**row, "model": "plain", "difference": -0.5},
+            {**row, "length": "all", "difference": -0.5}]  # fmt: skip
+    (tmp_path / "accuracy.json").write_text(json.dumps({"summaries": told}))
+    lost = [{"what": f"{n} rows: tokens/s that a correction lane costs", "measured": n / 100} for n in (1, 44)]
+    (tmp_path / "overhead.json").write_text(json.dumps({"bars": lost}))
+    lines = results_readme.accuracy(tmp_path)
+    assert lines[0].endswith("| --- | --- |\n| oasis | -1.2 |\n| oasis (corrected) | +0.1 |")
+    prose = " ".join(lines[1].split())
+    assert "82.5 at 4,096 (5 tasks)" in prose and "at least 100 samples" in prose and "44% of 44 rows'" in prose
 
 
 def test_the_readme_tells_speculations_gains(tmp_path):
