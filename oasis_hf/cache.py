@@ -74,7 +74,8 @@ class OasisCache(Report, Padding, Committing, Cache):
         self.drafter: Drafter = make_drafter(drafter, model, config)
         config = settled(config, self.drafter)
         kept = recent_window(config, self.drafter.always)
-        self.state = State(config, sum(window is None for window in windows), kept)
+        config.check_layers(windows.count(None))
+        self.state = State(config, windows.count(None), kept)
         devices = layer_devices(model)
         if devices is not None:
             self.state.devices = [device for device, window in zip(devices, windows) if window is None]

@@ -98,6 +98,8 @@ class OasisConfig:
         correct_above: that share, from 0 to 1, of the softmax over all closed blocks (the mean over a group's heads).
             Less than 1e-5 counts as that much, since it may be rounding.
         correct_blocks: most blocks that a correction moves, a KV head a layer a step; beyond the fetch cap.
+        correct_layers: full-attention layers that are asked, by their places among these; None: all. To ask costs time,
+            and a few layers do most corrections (`cache.layers_corrected()`).
         scorer: a name in `oasis_hf.scorers.SCORERS`: `"minmax"` (Quest's upper bound, the paper's) or
             `"midrange"` (midpoint + `half_range` x half-range).
         half_range: lambda of the `"midrange"` scorer.
@@ -155,6 +157,7 @@ class OasisConfig:
     correction: str = "off"
     correct_above: float = 0.2
     correct_blocks: int = 8
+    correct_layers: tuple[int, ...] | None = None
     scorer: str = "midrange"
     half_range: float = 0.6
     reduction: str = "softmax-mean"
@@ -260,6 +263,7 @@ class OasisConfig:
         _check_choice("correction", self.correction, CORRECTIONS)
         _check_number("correct_above", self.correct_above, 0.0, 1.0)
         _check_int("correct_blocks", self.correct_blocks, 1)
+        self._check_correct_layers()
         if self.correction != "off" and self.lookahead in ("on_demand", "none"):
             _fail("correction", self.correction, f"'off' with lookahead={self.lookahead!r}")
         if self.correct_below is None or self.correction == "auto":
@@ -268,6 +272,21 @@ class OasisConfig:
             _fail("correct_below", self.correct_below, "None with correction='always'")
         if self.lookahead != "previous":
             _fail("correct_below", self.correct_below, "None, or lookahead='previous', or correction='auto'")
+
+    def _check_correct_layers(self) -> None:
+        if (layers := self.correct_layers) is None:
+            return
+        told = isinstance(layers, (list, tuple)) and all(type(one) is int and one >= 0 for one in layers)
+        if not told or len(set(layers)) != len(layers) or not layers:
+            _fail("correct_layers", layers, "a tuple of different integers >= 0, or None")
+        if not self.corrects:
+            _fail("correct_layers", layers, "None with correction='off'")
+        object.__setattr__(self, "correct_layers", tuple(sorted(layers)))
+
+    def check_layers(self, sparse: int) -> None:
+        """Raise `ConfigError` if `correct_layers` names more than `sparse` full-attention layers."""
+        if self.correct_layers is not None and self.correct_layers[-1] >= sparse:
+            _fail("correct_layers", self.correct_layers, f"numbers below {sparse}, the model's full-attention layers")
 
     def check_protected(self, slots: int) -> None:
         """Raise `ConfigError` if sink and recent blocks leave nothing of `slots - 1` to select."""

@@ -58,6 +58,22 @@ class Report:
         stats = self.stats()
         return stats["corrected"].sum(1).double() / stats["compared"].sum(1) if stats else torch.zeros(0)
 
+    def layers_corrected(self, share: float = 0.8) -> tuple[int, ...]:
+        """The fewest layers that make up `share` (above 0, up to 1) of all corrections so far: for `correct_layers`.
+
+        Raises:
+            ValueError: another share, or nothing was corrected.
+        """
+        if not 0 < share <= 1:
+            raise ValueError(f"share={share!r} is not allowed: use a number above 0 up to 1.")
+        stats = self.stats()
+        done = stats["corrected"].sum(1) if stats else torch.zeros(0)
+        if not done.any():
+            raise ValueError("No layer was corrected yet: run a text with correction='auto' first.")
+        most, layers = done.sort(descending=True, stable=True)
+        count = int((most.cumsum(0) < share * most.sum()).sum()) + 1
+        return tuple(sorted(layers[:count].tolist()))
+
     def corrections(self) -> dict[str, int]:
         """What corrections did, of all layers: `heads` corrected, of `compared` ones (each counts rows and steps);
         `steps` of a row in which any head was, of `of_steps`; `blocks` and `bytes` that they moved before attention."""
@@ -69,7 +85,7 @@ class Report:
         fired = max((int(have[0]) for have in self.state.fired.values()), default=0)
         return {
             "heads": int(stats["corrected"].sum()), "compared": int(stats["compared"].sum()),
-            "steps": fired, "of_steps": int(stats["compared"][0, 0]), "blocks": blocks,
+            "steps": fired, "of_steps": int(stats["compared"].max()), "blocks": blocks,
             "bytes": blocks * self.state.block_bytes,
         }  # fmt: skip
 

@@ -41,9 +41,10 @@ class Selecting:
         """What this step's own queries `[B, Hq, count, D]` choose is there before they attend, where it fetches on
         demand or corrects. It waits for nothing but what this layer fetches. `recent` still ends with the token
         before."""
-        if not (step.on_demand or step.corrects):
-            return
         config, cap, heads = self.state.config, self.working_set.allocated, None
+        layers = config.correct_layers
+        if not (step.on_demand or (step.corrects and (layers is None or self.index in layers))):
+            return
         if step.corrects and config.correction != "off":
             cap = min(cap, config.correct_blocks)
         if step.corrects and config.correct_below is not None:

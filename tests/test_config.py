@@ -22,7 +22,7 @@ WRONG = {
     "correct_below": [0.9, -1.1, 1.01, float("nan"), "0.9", True],  # 0.9: with the default lookahead
     "correction": ["on", None, True],
     "correct_above": [-0.1, 1.1, float("nan"), None],
-    "correct_blocks": [0, 2.0, None],
+    "correct_blocks": [0, 2.0, None], "correct_layers": [(), 3, (1, 1), (-1,), ("1",)],
     "scorer": ["quest", None],
     "half_range": [-0.1, 1.1, float("nan"), True],
     "reduction": ["sum", None],
@@ -68,7 +68,7 @@ RIGHT = {
     "correct_below": [None],
     "correction": ["off", "auto", "always"],
     "correct_above": [0, 1],
-    "correct_blocks": [1, 4096],
+    "correct_blocks": [1, 4096], "correct_layers": [None],
     "scorer": ["minmax", "midrange"],
     "half_range": [0, 1],
     "reduction": ["max", "mean", "softmax-mean"],

@@ -15,7 +15,7 @@ from test_replays import decode as greedy
 from tiny import left_padded, prompt, tiny
 
 import oasis_hf
-from oasis_hf import OasisCache, mode_config
+from oasis_hf import ConfigError, OasisCache, mode_config
 from oasis_hf.attach import cache_name
 from oasis_hf.config import BLOCK
 from oasis_hf.layers import OasisLayer
@@ -227,6 +227,44 @@ def test_a_callers_own_candidates_choose_together():
     torch.testing.assert_close(*out, atol=1e-4, rtol=1e-4)
 
 
+def test_only_the_layers_that_are_named_are_asked():
+    """Few layers do most of it, and which is told."""
+    knobs = dict(correction="auto", correct_above=0.02)
+    every, some = (cache_of(**knobs, **more) for more in ({}, {"correct_layers": [2, 0]}))
+    for cache in (every, some):
+        decode(cache)
+    assert some.state.config.correct_layers == (0, 2)
+    assert some.stats()["compared"].sum(1).ne(0).tolist() == [True, False, True, False][: len(some.layers)]
+    assert not some.stats()["on_demand"][1].any() and some.stats()["on_demand"][0].any()
+    assert 0 < some.corrections()["heads"] < every.corrections()["heads"]
+    assert some.corrections()["of_steps"] == every.corrections()["of_steps"]
+    done = every.stats()["corrected"].sum(1)
+    for share in (0.3, 0.8, 1.0):
+        layers = every.layers_corrected(share)
+        assert done[list(layers)].sum() >= share * done.sum() and list(layers) == sorted(layers)
+        assert len(layers) == 1 or done[list(layers)].sum() - done[list(layers)].min() < share * done.sum()
+    with pytest.raises(ValueError, match="share=0 is not allowed"):
+        every.layers_corrected(0)
+    with pytest.raises(ValueError, match="No layer was corrected yet"):
+        cache_of(correction="auto").layers_corrected()
+
+
+@pytest.mark.parametrize(
+    "knobs, told",
+    [
+        ({"correct_layers": (0, 0), "correction": "auto"}, "a tuple of different integers >= 0, or None"),
+        ({"correct_layers": (), "correction": "auto"}, "a tuple of different integers"),
+        ({"correct_layers": (True,), "correction": "auto"}, "a tuple of different integers"),
+        ({"correct_layers": 3, "correction": "auto"}, "a tuple of different integers"),
+        ({"correct_layers": (1,)}, "None with correction='off'"),
+        ({"correct_layers": (1, 9), "correction": "auto"}, r"\(1, 9\) is not allowed: use numbers below"),
+    ],
+)  # fmt: skip
+def test_layers_that_are_not_there(knobs, told):
+    with pytest.raises(ConfigError, match=told):
+        cache_of(**knobs)
+
+
 def test_counts_follow_branches_and_end_with_a_reset():
     cache = cache_of(correction="auto", correct_above=0.05)
     decode(cache)
@@ -256,6 +294,7 @@ def test_where_the_full_kv_lives_changes_nothing(store):
 # -- in a captured step -----------------------------------------------------------------------------------------------
 
 REPLAYED = [(knobs, {"correct_above": 0.1}) for knobs in LOOKAHEADS]
+REPLAYED += [({}, {"correct_above": 0.02, "correct_layers": (1,)})]
 REPLAYED += [
     (knobs, more) for knobs in LOOKAHEADS[2:5:2] for more in ({"correct_below": 0.3}, {"correction": "always"})
 ]

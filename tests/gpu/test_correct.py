@@ -71,6 +71,7 @@ KNOBS = [
     {"correct_above": 0.02, "lookahead": "previous", "reduction": "max", "recent_blocks": 1},
     {"correct_below": 0.9}, {"correction": "always"}, {"correct_above": 0.02, "candidates": 2},
     {"correct_above": 0.02, "speculate": True, "draft_tokens": 2}, {"correction": "always", "speculate": True},
+    {"correct_above": 0.02, "correct_layers": (0, 2)},
 ]  # fmt: skip
 
 
