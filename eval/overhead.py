@@ -33,9 +33,13 @@ from oasis_hf.forced import Injected, forced_misses
 PARTS = ("adds", "busy", "shared")
 MOST_SHARED = 0.01
 ROWS = (1, 16, 44, 64)
+FEW = 4
+"""Every so many-th layer is asked where the lane watches a few."""
+
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("bare", {"lookahead": "none"}), "draft": ("bare", {}), "append and attend": ("model", {}),
     "score": ("score", {}), "select": ("prediction", {}), "gather": ("whole", {}),
+    "watch a fourth": ("whole", {"correction": "auto", "correct_above": 1.0}),
     "watch": ("whole", {"correction": "auto", "correct_above": 1.0}), "correct": ("whole", {"correction": "always"}),
 }  # fmt: skip
 """What is put back, in turn: the part of `bench.STEPS` that then runs, and knobs."""
@@ -61,6 +65,8 @@ def points(setting: Setting, rows: list[int]) -> Iterator[Point]:
 
 def timed(setting: Setting, rows: int, name: str) -> Row:
     part, knobs = STEPS[name]
+    if name == "watch a fourth":
+        knobs = {**knobs, "correct_layers": tuple(range(0, setting.model.config.num_hidden_layers, FEW))}
     return told(setting.step(part, rows, **knobs))
 
 
@@ -116,6 +122,8 @@ def adds(result: Row, rows: int) -> dict[str, float]:
     out, before = {}, 0.0
     for name in STEPS:
         row = find(result["rows"], "adds", rows=rows, step=name)
+        if row is None and name == "watch a fourth":  # older results lack it
+            continue
         if row is None:
             break
         out[name], before = row["ms"] - before, row["ms"]
@@ -130,10 +138,12 @@ def bars(result: Row) -> list[Row]:
     """Of the correction lane and of what is shared out; `decode.py` has those of the whole step."""
     out = []
     for count in counts(result):
-        plain, watched = (find(result["rows"], "adds", rows=count, step=name) for name in ("gather", "watch"))
-        if plain and watched:
-            cost = 1 - plain["ms"] / watched["ms"]
-            out.append(bar(f"{count} rows: tokens/s that a correction lane costs which watches", cost, WATCHES, True))
+        plain = find(result["rows"], "adds", rows=count, step="gather")
+        for name, which in (("watch", "which watches"), ("watch a fourth", "which watches a fourth of the layers")):
+            watched = find(result["rows"], "adds", rows=count, step=name)
+            if plain and watched:
+                cost = 1 - plain["ms"] / watched["ms"]
+                out.append(bar(f"{count} rows: tokens/s that a correction lane costs {which}", cost, WATCHES, True))
     return out + [
         bar(f"share of a step that sharing out adds, {row['rows']} rows", row["more"], MOST_SHARED, at_most=True)
         for row in of(result, "shared")

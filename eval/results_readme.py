@@ -98,9 +98,8 @@ def accuracy(folder: Path) -> list[str]:
     labels = dict.fromkeys(label for _, budget, label in found if budget)
     dense = {length: found[length, 0, "dense"] for length in dict.fromkeys(length for length, _ in at)}
     rows = [[label, *(f"{100 * found[(*key, label)]['difference']:+.1f}" for key in at)] for label in labels]
-    lost = {
-        row["what"].split()[0]: row["measured"] for row in _read(folder, "overhead")["bars"] if "lane" in row["what"]
-    }
+    bars = _read(folder, "overhead")["bars"]
+    lost = {row["what"].split()[0]: row["measured"] for row in bars if row["what"].endswith("which watches")}
     scores = ", ".join(
         f"{100 * row['score']:.1f} at {length:,} ({row['tasks']} tasks)" for length, row in dense.items()
     )

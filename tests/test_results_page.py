@@ -182,7 +182,9 @@ def test_the_readme_tells_what_modes_lose(tmp_path):
             {**row, "equal": "bytes", "difference": -0.5}, {**row, "model": "plain", "difference": -0.5},
             {**row, "length": "all", "difference": -0.5}]  # fmt: skip
     (tmp_path / "accuracy.json").write_text(json.dumps({"summaries": told}))
-    lost = [{"what": f"{n} rows: tokens/s that a correction lane costs", "measured": n / 100} for n in (1, 44)]
+    lost = [
+        {"what": f"{n} rows: tokens/s that a correction lane costs which watches", "measured": n / 100} for n in (1, 44)
+    ]
     (tmp_path / "overhead.json").write_text(json.dumps({"bars": lost}))
     lines = results_readme.accuracy(tmp_path)
     assert lines[0].endswith("| --- | --- |\n| oasis | -1.2 |\n| oasis (corrected) | +0.1 |")
