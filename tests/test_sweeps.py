@@ -246,8 +246,8 @@ def test_overhead(tmp_path, monkeypatch):
     parts = overhead.adds(result, 2)
     assert list(parts) == list(overhead.STEPS)
     assert sum(parts.values()) == pytest.approx(sweep.find(result["rows"], "adds", rows=2, step="correct")["ms"])
-    bar, shared = result["bars"]
-    assert shared["bar"] == 0.01
+    bar, fourth, shared = result["bars"]
+    assert shared["bar"] == 0.01 and fourth["what"].endswith("watches a fourth of the layers")
     plain, watched = (sweep.find(result["rows"], "adds", rows=2, step=name)["ms"] for name in ("gather", "watch"))
     assert bar["measured"] == pytest.approx(1 - plain / watched) and bar["bar"] == 0.05
     (busy,) = sweep.of(result, "busy")
