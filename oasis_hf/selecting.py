@@ -76,15 +76,19 @@ class Selecting:
             # What is missing is a share of attention, whatever blocks are ordered by elsewhere.
             reduction = "softmax-mean" if corrects and heads is None else config.reduction
             scores = self.summaries.score(queries, closed, weights, self.scaling, blocks, reduction)
-        clock = self.state.clock(self.device)
+        clock = age = self.state.clock(self.device)
         if corrects:
             above = max(config.correct_above, LEAST_MISSED)
             ops.correct(
                 scores, heads, self.working_set.table, closed, above, clock, self.counters.correction,
                 self.state.fired_on(self.device),
             )  # fmt: skip
+            if step is not None and step.predicts:
+                # Older than what this step predicts: were every slot as young as that, a block that opens next would
+                # take one whose block is still on its way.
+                age = self.state.clock(self.device, 1)
         sharing = self.sharing if why == "fetched" else cuda.NO_SHARING
-        plan_block, plan_slot, counts, wasted = self.working_set.select(scores, lengths, cap, clock, sharing)
+        plan_block, plan_slot, counts, wasted = self.working_set.select(scores, lengths, cap, age, sharing)
         self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
         if why == "fetched":
             self.counters.add_selection(counts, wasted)

@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_generate import generate
 from test_graphs import fake_cuda  # noqa: F401
 from test_modes import LENGTHS, decode
 from test_replays import both, inputs_of, replays  # noqa: F401
 from test_replays import decode as greedy
 from tiny import left_padded, prompt, tiny
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import oasis_hf
 from oasis_hf import ConfigError, OasisCache, mode_config
@@ -326,6 +328,28 @@ def test_a_replay_is_the_eager_step_with_accepted_drafts(replays):  # noqa: F811
         caches.append(cache)
     assert torch.equal(*texts) and caches[1].graphs.replays > 10
     assert caches[0].corrections() == caches[1].corrections() and caches[1].corrections()["blocks"] > 0
+
+
+@pytest.mark.parametrize("more", [{}, {"draft_tokens": 2}], ids=str)
+def test_a_block_that_opens_takes_no_place_of_one_under_way(replays, more):  # noqa: F811
+    """An accepted draft opens it between two replays, while what the first predicted is still to be moved. What a
+    correction selects and what the step predicts can together be in every slot."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=384, intermediate_size=256, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=4096,
+    )  # fmt: skip
+    model, inputs, outs = LlamaForCausalLM(config).eval(), left_padded([150, 200, 171]), []
+    for graphs in (False, True):
+        cache = OasisCache(
+            model, graphs=graphs, budget=112, compile_after=None, speculate=True, correction="always", **more
+        )  # fmt: skip
+        outs.append((generate(model, inputs, cache, max_new_tokens=40), cache))
+    (wanted, eager), (got, cache) = outs
+    assert cache.graphs.replays > 5 and cache.graphs.refused is None
+    for one, other in zip(wanted.logits, got.logits, strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+    assert all(torch.equal(value, cache.stats()[name]) for name, value in eager.stats().items())
 
 
 def test_it_comes_before_its_layers_attention_and_waits_for_no_other_layer(replays, monkeypatch):  # noqa: F811
