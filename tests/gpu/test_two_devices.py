@@ -19,13 +19,24 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 
 @pytest.fixture(scope="module")
-def spread(model, tmp_path_factory):  # noqa: F811
-    """The same weights, its layers on both devices by turns, loaded as users load them."""
+def saved(model, tmp_path_factory):  # noqa: F811
     folder = tmp_path_factory.mktemp("spread")
     model.save_pretrained(folder)
-    places = {f"model.layers.{i}": i % 2 for i in range(len(model.model.layers))}
+    return folder, model.dtype
+
+
+@pytest.fixture(scope="module")
+def whole(saved):
+    """On one device, loaded like the other: `model` has its RoPE frequencies in its own dtype."""
+    return AutoModelForCausalLM.from_pretrained(saved[0], dtype=saved[1]).eval().to("cuda:0")
+
+
+@pytest.fixture(scope="module")
+def spread(saved):
+    """The same weights, its layers on both devices by turns, loaded as users load them."""
+    places = {f"model.layers.{i}": i % 2 for i in range(3)}
     places |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
-    return AutoModelForCausalLM.from_pretrained(folder, device_map=places, dtype=model.dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(saved[0], device_map=places, dtype=saved[1]).eval()
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +55,11 @@ def same(one, other):
 
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 @pytest.mark.parametrize("store", ["host", "resident"])
-def test_two_devices_give_what_one_gives(model, spread, knobs, store):  # noqa: F811
+def test_two_devices_give_what_one_gives(whole, spread, knobs, store):
     inputs = on_gpu(left_padded([150, 200, 171]))
     knobs = {"budget": 112, "store": store, **knobs}
-    one, two = OasisCache(model, graphs=False, **knobs), OasisCache(spread, **knobs)
-    same(generate(model, inputs, one, max_new_tokens=60), generate(spread, inputs, two, max_new_tokens=60))
+    one, two = OasisCache(whole, graphs=False, **knobs), OasisCache(spread, **knobs)
+    same(generate(whole, inputs, one, max_new_tokens=60), generate(spread, inputs, two, max_new_tokens=60))
     assert two.graphs.refused == "layers are on several devices"
     for name, value in one.stats().items():
         assert torch.equal(value, two.stats()[name]), name
@@ -67,7 +78,7 @@ def test_each_device_reads_and_writes_the_pages_itself(spread):
     assert all(cache.state.store.device_pages(layer.index)[1].device == layer.device for layer in cache.layers)
 
 
-def test_what_happens_to_a_cache_reaches_both_devices(model, spread):  # noqa: F811
+def test_what_happens_to_a_cache_reaches_both_devices(whole, spread):
     """Branch, second turn, crop, new order, a loop that accepts drafts."""
 
     def live(which):
@@ -83,13 +94,13 @@ def test_what_happens_to_a_cache_reaches_both_devices(model, spread):  # noqa: F
         out.append(generate(which, again, cache, max_new_tokens=30))
         return out
 
-    for a, b in zip(live(model), live(spread), strict=True):
+    for a, b in zip(live(whole), live(spread), strict=True):
         same(a, b)
     texts = [
         oasis_hf.generate(
             which, prompt(2, 200).cuda(), max_new_tokens=40, do_sample=False,
             past_key_values=OasisCache(which, budget=112, graphs=False, speculate=True, drafter="prompt_lookup"),
         )
-        for which in (model, spread)
+        for which in (whole, spread)
     ]  # fmt: skip
     assert torch.equal(*texts)
