@@ -35,7 +35,7 @@ import shards
 import torch
 from provenance import provenance
 from report_agreement import note
-from result_accuracy import DENSE, SCORES, Row, Setting
+from result_accuracy import DENSE, Row, Setting
 from result_agreement import sha256
 
 from oasis_hf import Drafter, OasisConfig
@@ -86,7 +86,7 @@ class Bench:
 
     def config(self, setting: Setting, budget: int) -> OasisConfig:
         args = self.args
-        config = mode_config(setting.mode, budget, **SCORES[setting.score])
+        config = mode_config(setting.mode, budget, **results.knobs(setting.score, self.model.config.num_hidden_layers))
         return config.replace(store=args.store, graphs=args.graphs, compile_after=None)
 
     def answers(self, setting: Setting, read: branches.Prompts, most: int, budget: int) -> list[list[int]]:

@@ -26,7 +26,8 @@ import texts
 import torch
 from provenance import provenance
 from report_agreement import note
-from result_accuracy import SCORES, Row, Setting, settings, told
+from result_accuracy import Row, Setting, settings, told
+from result_accuracy import knobs as knobs_of
 from result_agreement import sha256
 from runs import compare, summary
 
@@ -53,7 +54,9 @@ def measure(
     """A row of one setting. tokens: `[B, T]`, whose first ones are what was read. dense: `[B, S, V]`. budget: what the
     setting may attend to. knobs: more of `OasisConfig`."""
     prompt = tokens.shape[1] - dense.shape[1]
-    config = mode_config(setting.mode, budget or None, **SCORES[setting.score]).replace(**knobs)
+    config = mode_config(
+        setting.mode, budget or None, **knobs_of(setting.score, model.config.num_hidden_layers)
+    ).replace(**knobs)
     cache = branches.branch(model, read, config, drafter)
     logits = branches.forced(model, cache, read, tokens[:, prompt:])
     stats = {name: float(value.sum()) for name, value in cache.stats().items()}

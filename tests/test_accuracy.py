@@ -172,10 +172,11 @@ def shard(task, scores, length=4096):
 
 def test_keys_and_labels():
     every = results.settings([528, 1040], ["quest", "on_demand", "previous", "window"])
-    assert every[0] == DENSE and len({one.key for one in every}) == len(every) == 1 + 2 * 10
+    assert every[0] == DENSE and len({one.key for one in every}) == len(every) == 1 + 2 * 11
     assert all(results.named(one.key) == one for one in every)
     assert Setting("window", 528, equal="bytes").label == "window (equal bytes)"
     assert Setting("oasis", 528, "corrected").label == "oasis (corrected)"
+    assert Setting("oasis", 528, "few").label == "oasis (corrected in a few layers)"
 
 
 def test_intervals_are_paired_and_hold_the_mean():

@@ -8,9 +8,10 @@ import pytest
 import torch
 from letters import letter_tokenizer
 from test_disagg_prefixes import COMMON, KNOBS, ROOM, SECRET, Pair
-from tiny import tiny
+from test_prefixes import generate, joined
+from tiny import prompt, tiny
 
-from oasis_hf import ConfigError, PrefixStore, UnsupportedModelError, cli
+from oasis_hf import ConfigError, OasisCache, PrefixStore, UnsupportedModelError, cli
 from oasis_hf.disagg import PrefillClient, PrefillWorker, Refused, StagingPool
 from oasis_hf.disagg.increment import Held
 from oasis_hf.disagg.router import decode_process
@@ -35,6 +36,81 @@ def test_a_request_that_came_in_part_is_for_who_asked():
             prefilled.keep()
         prefilled.close()
         borrowed.close()
+        del prefilled
+        pair.nothing_left()
+
+
+def test_a_request_is_fetched_with_what_it_was_asked_for_with():
+    """Else the beginning of another prompt, or places of another store, would stand before its own blocks."""
+    model = tiny("llama")
+    one, other = (prompt(1, 200, seed) for seed in (1, 2))
+    with Pair(model) as pair:
+        for ids in (one, other):
+            pair.answered(ids, 2)
+        own, elsewhere = pair.client.borrow(one[0]), PrefixStore(model, ROOM, **KNOBS)
+        generate(model, one, elsewhere.cache(), 1)
+        given_back = pair.client.borrow(one[0])
+        given_back.close()
+        for wrong in (pair.client.borrow(other[0]), elsewhere.borrow(one[0]), given_back):
+            request = pair.client.published(one[0], borrowed=own)
+            assert wrong.count == own.count
+            with pytest.raises(Refused, match="fetch it where it was asked for, with what it was asked for"):
+                pair.client.fetch(request, wrong)
+            wrong.close()
+        own.close()
+        pair.nothing_left()
+
+
+def test_a_request_that_is_over_is_neither_taken_nor_kept():
+    """Its places may be another's, and what a cache has written since is another text's."""
+    model, ids = tiny("llama"), COMMON[:, :208]
+    with Pair(model) as pair:
+        prefilled = pair.prefill(ids)
+        cache = OasisCache.from_prefill(prefilled, model)
+        prefilled.close()
+        with pytest.raises(ValueError, match="is over: keep it before close"):
+            prefilled.keep()
+        pair.answered(ids)
+        held = pair.prefill(ids)
+        assert held.handle.first == 13, "nothing of it has to come"
+        held.close()
+        with pytest.raises(ValueError, match="is over: it can't be taken after close"):
+            OasisCache.from_prefill(held, model)
+        del cache
+        pair.nothing_left()
+
+
+def test_a_prompt_that_is_wholly_held_has_no_pages_to_check():
+    model, ids = tiny("llama"), COMMON[:, :160]
+    with Pair(model, checked=True) as pair:
+        want = pair.answered(ids)[0]
+        assert torch.equal(pair.answered(ids)[0], want) and pair.here.hits == 160
+        pair.nothing_left()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_was_read_under_autocast_is_nobody_elses(reads):
+    model, ids = tiny("llama"), COMMON[:, :200]
+    with Pair(model, wire=False, reads=reads) as pair:
+        with torch.autocast("cpu", torch.bfloat16):
+            prefilled = pair.prefill(ids)
+        cache = OasisCache.from_prefill(prefilled, model)
+        generate(model, ids, cache, 4)
+        assert prefilled.keep() == len(pair.here) == 0
+        prefilled.close()
+        del cache
+        pair.nothing_left()
+
+
+def test_a_prompt_is_one():
+    model, ids = tiny("llama"), joined(COMMON[:, :160], prompt(1, 40, 1))
+    with Pair(model) as pair:
+        pair.answered(ids)
+        prefilled = pair.client.prefill(ids)
+        assert prefilled.handle.first == 12, "a row of ids is what they are"
+        prefilled.close()
+        with pytest.raises(ValueError, match=r"one prompt, of ids \[n\] or \[1, n\], not \[2, 200\]"):
+            pair.client.prefill(ids.repeat(2, 1))
         del prefilled
         pair.nothing_left()
 

@@ -121,12 +121,19 @@ class Prefilled:
             New blocks there; 0 where the client has no store, or the node another model, adapter or drafter than it.
 
         Raises:
-            ValueError: no cache has taken the request. DisaggError: the node is lost. HostMemoryError: there is no
-                memory for them.
+            ValueError: no cache has taken the request, or it is over. DisaggError: the node is lost. HostMemoryError:
+                there is no memory for them.
         """
         if not self.taken:
             raise ValueError(f"No cache has taken the request {self.request!r} yet: keep it after from_prefill.")
+        if self.over:
+            raise ValueError(f"The request {self.request!r} is over: keep it before close.")
         return 0 if self.increment is None else self.increment.keep()
+
+    @property
+    def over(self) -> bool:
+        """Whether it was closed: its blocks may be another's since."""
+        return not self.far.release.alive
 
     def close(self) -> None:
         """The request is over, whoever still refers to it: its node has its pages back, and the store what it lent."""
@@ -189,7 +196,7 @@ class PrefillClient:
         self._alive()
         data, lease = self.link.handle(request)
         try:
-            handle = whole(Handle.parse(bytes(data)), borrowed)
+            handle = whole(Handle.parse(bytes(data)), borrowed, self.pool)
         except BaseException:
             _release(self.link, lease)
             raise
@@ -209,22 +216,24 @@ class PrefillClient:
             raise
 
     def borrow(self, ids: torch.Tensor) -> Borrowed | None:
-        """What its store holds of a prompt of ids `[n]`, which then stays there, so that it need not come; None: it has
-        no store."""
-        return None if self.prefixes is None else self.prefixes.borrow(ids)
+        """What its store holds of a prompt of ids `[n]` or `[1, n]`, which then stays there, so that it need not come;
+        None: it has no store."""
+        return None if self.prefixes is None else self.prefixes.borrow(_one(ids))
 
     def published(self, ids: torch.Tensor, seconds: float = 120.0, borrowed: Borrowed | None = None) -> str:
-        """Has the node read a prompt of ids `[n]`, which a `PrefillNode` does. Gives the request's name once it may be
-        fetched.
+        """Has the node read a prompt of ids `[n]` or `[1, n]`, which a `PrefillNode` does. Gives the request's name
+        once it may be fetched.
 
         Args:
             seconds: limit of waiting for room in its pool, and for its turn. borrowed: what need not come; the request
                 is fetched with it then.
 
         Raises:
-            PoolFull: there was no room all the time. Refused: the prompt is none. DeadlineExceeded, DisaggError.
+            PoolFull: there was no room all the time. Refused: the prompt is none. ValueError: more than one.
+                DeadlineExceeded, DisaggError.
         """
-        request, until, control = uuid.uuid4().hex, time.monotonic() + seconds, self._alive()
+        request, until, ids = uuid.uuid4().hex, time.monotonic() + seconds, _one(ids)
+        control = self._alive()
         while True:
             try:
                 control.submit(request, ids.to(torch.int64).cpu().numpy(), held=Held.of(borrowed))
@@ -256,6 +265,13 @@ class PrefillClient:
         self.link.engine.close()
 
 
+def _one(ids: torch.Tensor) -> torch.Tensor:
+    """Ids `[n]` of one prompt `[n]` or `[1, n]`."""
+    if ids.ndim != 1 and (ids.ndim != 2 or len(ids) != 1):
+        raise ValueError(f"A request is one prompt, of ids [n] or [1, n], not {list(ids.shape)}.")
+    return ids.flatten()
+
+
 def _engine(engine: Any, memory: Memory, secret: bytes, tls: Tls | None) -> Engine:
     if engine == "tcp":
         return TcpEngine(memory, secret, tls)
@@ -281,8 +297,8 @@ def from_prefill(prefilled: Prefilled, model: Any, drafter: Any = None, **knobs:
 
     Raises:
         Refused: the summaries are others than the client's. ConfigError: a store or host_dtype in the knobs.
-        ValueError: another model than the client's, or a cache holds the request already. DisaggError: the node is
-            lost.
+        ValueError: another model than the client's, or a cache holds the request already, or it is over. DisaggError:
+            the node is lost.
     """
     client, handle = prefilled.client, prefilled.handle
     if prefilled.taken:
@@ -290,6 +306,8 @@ def from_prefill(prefilled: Prefilled, model: Any, drafter: Any = None, **knobs:
             f"A cache holds the request {prefilled.request!r} already, and it can be taken once: branch that cache "
             "with copy.deepcopy, or prefill again."
         )
+    if prefilled.over:
+        raise ValueError(f"The request {prefilled.request!r} is over: it can't be taken after close.")
     if supported.plain_model(model) is not client.model:
         raise ValueError("from_prefill needs the model that its PrefillClient was made with.")
     if drafter is None and client.prefixes is not None:

@@ -16,6 +16,7 @@ from ..prefixes.keeping import keep_row
 from ..prefixes.store import PrefixStore, settle
 from ..room import keeps_buffers
 from ..store.near import Near
+from ..store.pages import PagePool
 from .errors import Refused
 from .handle import Handle
 
@@ -71,20 +72,24 @@ def check_store(client: "PrefillClient", prefixes: PrefixStore, config: OasisCon
             raise ConfigError(f"PrefillClient.{knob}={ours!r} differs from its PrefixStore's {theirs!r}: use one.")
 
 
-def whole(handle: Handle, borrowed: Borrowed | None) -> Handle:
-    """A request's handle with what was left out of it: summaries, and -1 for pages that were not sent.
+def whole(handle: Handle, borrowed: Borrowed | None, pool: PagePool) -> Handle:
+    """A request's handle with what was left out of it: summaries, and -1 for pages that were not sent, but stand in
+    `pool`.
 
     Raises:
         Refused: something else was left out than is held here.
     """
     first = handle.first
-    if not first:
+    if "first" not in handle.told or (borrowed is None and not first):
         return handle
-    if borrowed is None or first != borrowed.count:
+    lasts = borrowed is not None and borrowed.lasts_in(pool)
+    if borrowed is None or not lasts or not Held(first, borrowed.name.hex()).fits(handle.ids, borrowed.root):
         raise Refused(
             "request", f"The request came without its first {first:,} blocks, for a reader that holds them: fetch it "
-            "where it was asked for."
+            "where it was asked for, with what it was asked for."
         )  # fmt: skip
+    if not first:
+        return handle
     state = dict(handle.state)
     for name in ("vectors", "scales"):
         if f"0.{name}" in state:

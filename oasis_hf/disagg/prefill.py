@@ -11,7 +11,8 @@ from .. import supported
 from ..attach import cache_name
 from ..cache import OasisCache
 from ..config import BLOCK, ConfigError, OasisConfig
-from ..placing import placed
+from ..fingerprint import mixed
+from ..placing import autocast_to, placed
 from ..prefixes import PrefixStore
 from ..prefixes.keeping import states_read
 from ..prefixes.kind import Kind
@@ -116,7 +117,8 @@ class PrefillWorker:
     def _read(self, ids: torch.Tensor, request: str, held: Held | None) -> Handle:
         cache = self._cache(request)
         state, name, told = cache.state, cache_name(self.model), {"drafter": cache.drafter.name}
-        if held is not None and held.fits(ids[0], bytes.fromhex(self._kind_of(cache).identity())):
+        apart = autocast_to(cache.device) is not None or mixed(self.model)  # its keys and values serve no other request
+        if held is not None and not apart and held.fits(ids[0], bytes.fromhex(self._kind_of(cache).identity())):
             told["first"] = str(held.count)
         first = int(told.get("first", 0))
         logits, states = self._logits(cache, ids, name, "first" in told)
@@ -136,7 +138,7 @@ class PrefillWorker:
         if self.prefixes is not None:
             table = self._staged(request, table)
         sums = torch.zeros(0, dtype=torch.int64)
-        if self.checked and layers:
+        if self.checked and table.numel():
             pages = self.staging.pool.pages[table.flatten()].view(torch.uint8).numpy()
             sums = torch.from_numpy(checksums(pages, self.staging.page_bytes)).view(table.shape)
         return Handle(ids[0], logits.cpu(), table.int(), selected, ahead, sums, packed, told)

@@ -22,10 +22,14 @@ class Borrowed:
         self.root, self.count = root, len(entries)
         self.name = [root, *names][self.count]
         self.pages = index.pages[entries]
-        self._index, self._entries = index, entries
+        self._pool, self._index, self._entries = pool, index, entries
         index.lend(entries)
         pool.retain(self.pages.flatten())
         self.close = weakref.finalize(self, _give_back, pool, index, entries, self.pages)
+
+    def lasts_in(self, pool: PagePool) -> bool:
+        """Whether the pages are in this pool, and were not given back."""
+        return pool is self._pool and self.close.alive
 
     def part(self, name: str) -> torch.Tensor:
         """A part of these blocks, `[count, *shape]` on the host."""

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from .pages import HostMemoryError, PageNumbers, PagePool
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _undisturbed(method: _Method) -> _Method:
+    """What is given back meanwhile, by whatever thread a collection comes in, counts from the call's end: a place must
+    not go while it is looked up, or written to by a read that is waited for."""
+
+    @functools.wraps(method)
+    def run(self: "Near", *args: Any, **kwargs: Any) -> Any:
+        if self._caller == threading.get_ident():
+            return method(self, *args, **kwargs)
+        try:
+            with self._lock:
+                self._caller = threading.get_ident()
+                try:
+                    return method(self, *args, **kwargs)
+                finally:
+                    self._caller = None
+        finally:
+            self._take_back()
+
+    return run  # type: ignore[return-value]
 
 
 class Pending(ABC):
@@ -67,6 +93,7 @@ class Near(PageNumbers):
         self._arriving: dict[int, tuple[Pending, torch.Tensor]] = {}  # by number, and which pages
         self._arrival = torch.zeros(0, dtype=torch.int64)  # page -> that number, 0: it is there, or far
         self._begun = self._clock = 0
+        self._caller: int | None = None  # the thread that is in an undisturbed call
 
     @property
     def pages(self) -> torch.Tensor:
@@ -96,18 +123,21 @@ class Near(PageNumbers):
         self._page[places], self._changed[places] = -1, False
         self.pool.release(places)
 
+    @_undisturbed
     def take(self, pages: torch.Tensor, places: torch.Tensor) -> None:
         """Pages `[n]`, far so far, are at these places of the pool, which others refer to as well."""
         self.pool.retain(places)
         self._widen(places)
         self._place[pages], self._page[places], self._used_at[places] = places, pages, self._clock
 
+    @_undisturbed
     def share(self, pages: torch.Tensor) -> torch.Tensor:
         """Where pages, of any shape and all different, are, with one more reference to each place, the caller's."""
         places = self.bring(pages.flatten())
         self.pool.retain(places)
         return places.view_as(pages)
 
+    @_undisturbed
     def own(self, pages: torch.Tensor) -> int:
         """Pages `[n]` will be written: those at places that others refer to get some of their own. Gives their number.
 
@@ -125,6 +155,7 @@ class Near(PageNumbers):
             self._vacate(old)
         return int(shared.sum())
 
+    @_undisturbed
     def copy(self, old: torch.Tensor, new: torch.Tensor) -> None:
         for some in torch.arange(len(old)).split(self.at_once(2)):
             places = self.bring(torch.cat((old[some], new[some])), torch.arange(2 * len(some)) < len(some))
@@ -141,6 +172,7 @@ class Near(PageNumbers):
             )
         return max(most // each, 1)
 
+    @_undisturbed
     def bring(self, pages: torch.Tensor, fill: torch.Tensor | None = None) -> torch.Tensor:
         """Where pages `[n]`, all different, now are in the pool, `[n]`.
 
@@ -151,6 +183,7 @@ class Near(PageNumbers):
         self.arrive(pages)
         return places
 
+    @_undisturbed
     def begin(self, pages: torch.Tensor, fill: torch.Tensor | None = None) -> torch.Tensor:
         """As `bring`, but their content may still be on its way until `arrive`."""
         self._clock += 1
@@ -174,6 +207,7 @@ class Near(PageNumbers):
                 self.read += len(wanted)
         return self._place[pages]
 
+    @_undisturbed
     def arrive(self, pages: torch.Tensor | None = None) -> None:
         """Pages `[n]`, or all that are on their way, are there. Raises what the tier raises: what did not come is far
         as before."""
