@@ -143,8 +143,9 @@ def test_what_does_not_go_together_is_said():
 def test_the_commands_option(command, tmp_path, capsys):
     if command == "serve-disagg":
         pytest.importorskip("aiohttp")
-    assert cli.main([command, "--prefix-gib", "-1", "--secret-file", str(tmp_path / "secret")]) == 2
-    assert "--prefix-gib -1.0 is not allowed: use a number from 0 on" in capsys.readouterr().err
+    for gib in ("-1.0", "1e-10"):
+        assert cli.main([command, "--prefix-gib", gib, "--secret-file", str(tmp_path / "secret")]) == 2
+        assert f"--prefix-gib {gib} is not allowed: use a number of GiB, or 0." in capsys.readouterr().err
 
 
 def test_a_decode_process_says_why_it_can_have_no_store(tmp_path):

@@ -87,8 +87,8 @@ def _prepared(args: argparse.Namespace) -> tuple[bytes, Tls | None, dict[str, An
             tls.context(server=True)
         except OSError as error:
             raise ConfigError(f"--tls can't be used: {error}") from error
-    if not 0 <= args.prefix_gib < 2**20:
-        raise ConfigError(f"--prefix-gib {args.prefix_gib} is not allowed: use a number from 0 on.")
+    if args.prefix_gib and not 2**-30 <= args.prefix_gib < 2**20:
+        raise ConfigError(f"--prefix-gib {args.prefix_gib} is not allowed: use a number of GiB, or 0.")
     if args.threads < 0:
         raise ConfigError(f"--threads {args.threads} is not allowed: use an integer >= 0.")
     if args.device is not None:

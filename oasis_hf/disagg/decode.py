@@ -201,8 +201,9 @@ class PrefillClient:
             _release(self.link, lease)
             raise
         if self.prefixes is not None:
-            self.prefixes.asked += len(handle.ids)
-            self.prefixes.hits += handle.first * BLOCK
+            with self.prefixes.lock:
+                self.prefixes.asked += len(handle.ids)
+                self.prefixes.hits += handle.first * BLOCK
         return Prefilled(self, request, handle, lease, len(data), borrowed)
 
     def prefill(self, ids: torch.Tensor, seconds: float = 120.0) -> Prefilled:
