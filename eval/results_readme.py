@@ -97,7 +97,8 @@ def accuracy(folder: Path) -> list[str]:
     at = sorted({(length, budget) for length, budget, _ in found if length != "all" and budget})
     labels = dict.fromkeys(label for _, budget, label in found if budget)
     dense = {length: found[length, 0, "dense"] for length in dict.fromkeys(length for length, _ in at)}
-    rows = [[label, *(f"{100 * found[(*key, label)]['difference']:+.1f}" for key in at)] for label in labels]
+    cells = {key: f"{100 * row['difference']:+.1f}" for key, row in found.items()}
+    rows = [[label, *(cells.get((*key, label), "") for key in at)] for label in labels]
     bars = _read(folder, "overhead")["bars"]
     lost = {row["what"].split()[0]: row["measured"] for row in bars if row["what"].endswith("which watches")}
     scores = ", ".join(

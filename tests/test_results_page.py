@@ -179,6 +179,7 @@ def test_the_readme_tells_what_modes_lose(tmp_path):
            "difference": -0.0123, "score": 0.8, "tasks": 5, "samples": 1000}  # fmt: skip
     told = [{**row, "mode": "dense", "budget": 0, "difference": 0.0, "score": 0.825}, row,
             {**row, "score_name": "corrected", "difference": 0.0012, "samples": 500},
+            {**row, "budget": 2064, "samples": 500}, {**row, "budget": 2064, "mode": "window", "difference": -0.3},
             {**row, "equal": "bytes", "difference": -0.5}, {**row, "model": "plain", "difference": -0.5},
             {**row, "length": "all", "difference": -0.5}]  # fmt: skip
     (tmp_path / "accuracy.json").write_text(json.dumps({"summaries": told}))
@@ -186,7 +187,7 @@ def test_the_readme_tells_what_modes_lose(tmp_path):
     lost = [{"what": f"{n} {what}{more}", "measured": n / 100} for n in (1, 44) for more in ("", " a fourth")]
     (tmp_path / "overhead.json").write_text(json.dumps({"bars": lost}))
     lines = results_readme.accuracy(tmp_path)
-    assert lines[0].endswith("| --- | --- |\n| oasis | -1.2 |\n| oasis (corrected) | +0.1 |")
+    assert lines[0].endswith("| oasis | -1.2 | -1.2 |\n| oasis (corrected) | +0.1 |  |\n| window |  | -30.0 |")
     prose = " ".join(lines[1].split())
     assert "82.5 at 4,096 (5 tasks)" in prose and "at least 100 samples" in prose and "44% of 44 rows'" in prose
 
