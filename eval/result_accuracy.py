@@ -14,7 +14,8 @@ Row = dict[str, Any]
 CORRECTED: dict[str, Any] = {"correction": "auto", "correct_above": 0.05, "correct_blocks": 32}
 
 LAYERS = (2, 6, 7, 8, 14, 17, 18, 20)
-"""Of SmolLM2's 30: with the adapter they made up 85% of the corrections on the family "train" at a budget of 2,064."""
+"""Of SmolLM2's 30: with the adapter and a budget of 2,064 they made up 85% of the corrections (`cache.stats()`), the
+mean over six tasks of the family "train" (lookups, sections, table, pairs, code, needle_values), 4 samples of each."""
 
 SCORES: dict[str, dict[str, Any]] = {
     "ours": {},
