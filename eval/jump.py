@@ -51,8 +51,12 @@ def settings(args: argparse.Namespace) -> dict[str, OasisConfig]:
     out = {"off": off, "on_demand": mode_config("on_demand", args.budget).replace(**knobs)}
     for blocks in args.blocks:
         lane = off.replace(correct_blocks=blocks)
-        out |= {f"auto {above:g}, {blocks} blocks": lane.replace(correction="auto", correct_above=above)
+        auto = {f"auto {above:g}, {blocks} blocks": lane.replace(correction="auto", correct_above=above)
                 for above in args.above}  # fmt: skip
+        out |= auto
+        if args.layers:
+            few = tuple(args.layers)
+            out |= {f"{name}, {len(few)} layers": one.replace(correct_layers=few) for name, one in auto.items()}
         out |= {f"cosine {below:g}, {blocks} blocks": lane.replace(correction="auto", correct_below=below)
                 for below in args.below}  # fmt: skip
         out[f"always, {blocks} blocks"] = lane.replace(correction="always")
@@ -214,6 +218,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--above", nargs="+", type=float, default=[OasisConfig().correct_above])
     parser.add_argument("--below", nargs="*", type=float, default=[], help="thresholds of the cosine test")
     parser.add_argument("--blocks", nargs="+", type=int, default=[OasisConfig().correct_blocks])
+    parser.add_argument("--layers", nargs="+", type=int, default=[],
+                        help="auto also with these as correct_layers (`cache.layers_corrected()`)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="folder for jump.json and jump.md")
     args = parser.parse_args()
     args.most = 16 if args.quick else None  # steps of a text with jumps

@@ -83,9 +83,9 @@ class Selecting:
                 scores, heads, self.working_set.table, closed, above, clock, self.counters.correction,
                 self.state.fired_on(self.device),
             )  # fmt: skip
-            if step is not None and step.predicts:
-                # Older than what this step predicts: were every slot as young as that, a block that opens next would
-                # take one whose block is still on its way.
+            if config.speculate and step is not None and step.predicts:
+                # Older than what this step predicts: were every slot as young as that, a block that an accepted draft
+                # opens between two replays would take one whose block is still on its way.
                 age = self.state.clock(self.device, 1)
         sharing = self.sharing if why == "fetched" else cuda.NO_SHARING
         plan_block, plan_slot, counts, wasted = self.working_set.select(scores, lengths, cap, age, sharing)

@@ -123,6 +123,10 @@ def test_a_run(monkeypatch, tmp_path, capsys):
     asked = jump.settings(jump.arguments())
     assert len(asked) == 2 + 2 * 4 and asked["cosine 0.5, 2 blocks"].correct_below == 0.5
     assert (asked["auto 0.3, 4 blocks"].correct_above, asked["auto 0.3, 4 blocks"].correct_blocks) == (0.3, 4)
+    monkeypatch.setattr(sys, "argv", [*call[:1], "--above", "0.1", "0.3", "--layers", "4", "2"])
+    asked = jump.settings(jump.arguments())
+    assert len(asked) == 2 + 2 * 2 + 1 and asked["auto 0.1, 8 blocks"].correct_layers is None
+    assert asked["auto 0.1, 8 blocks, 2 layers"].correct_layers == (2, 4)
     monkeypatch.setattr(sys, "argv", [*call[:1], "--settling", "50"])
     with pytest.raises(SystemExit) as error:
         jump.main()
