@@ -36,10 +36,12 @@ ROWS = (1, 16, 44, 64)
 FEW = 4
 """Every so many-th layer is asked where the lane watches a few."""
 
+A_FOURTH = "watch a fourth"
+
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("bare", {"lookahead": "none"}), "draft": ("bare", {}), "append and attend": ("model", {}),
     "score": ("score", {}), "select": ("prediction", {}), "gather": ("whole", {}),
-    "watch a fourth": ("whole", {"correction": "auto", "correct_above": 1.0}),
+    A_FOURTH: ("whole", {"correction": "auto", "correct_above": 1.0}),
     "watch": ("whole", {"correction": "auto", "correct_above": 1.0}), "correct": ("whole", {"correction": "always"}),
 }  # fmt: skip
 """What is put back, in turn: the part of `bench.STEPS` that then runs, and knobs."""
@@ -65,7 +67,7 @@ def points(setting: Setting, rows: list[int]) -> Iterator[Point]:
 
 def timed(setting: Setting, rows: int, name: str) -> Row:
     part, knobs = STEPS[name]
-    if name == "watch a fourth":
+    if name == A_FOURTH:
         knobs = {**knobs, "correct_layers": tuple(range(0, setting.model.config.num_hidden_layers, FEW))}
     return told(setting.step(part, rows, **knobs))
 
@@ -122,7 +124,7 @@ def adds(result: Row, rows: int) -> dict[str, float]:
     out, before = {}, 0.0
     for name in STEPS:
         row = find(result["rows"], "adds", rows=rows, step=name)
-        if row is None and name == "watch a fourth":  # older results lack it
+        if row is None and name == A_FOURTH:  # older results lack it
             continue
         if row is None:
             break
@@ -134,15 +136,18 @@ def counts(result: Row) -> list[int]:
     return list(dict.fromkeys(row["rows"] for row in result["rows"] if row["part"] == "adds"))
 
 
+def lost(result: Row, rows: int, step: str) -> float | None:
+    """Share of the tokens a second of the whole step that a lane of this step costs; None where it was not measured."""
+    plain, watched = (find(result["rows"], "adds", rows=rows, step=name) for name in ("gather", step))
+    return 1 - plain["ms"] / watched["ms"] if plain and watched else None
+
+
 def bars(result: Row) -> list[Row]:
     """Of the correction lane and of what is shared out; `decode.py` has those of the whole step."""
     out = []
     for count in counts(result):
-        plain = find(result["rows"], "adds", rows=count, step="gather")
-        for name, which in (("watch", "which watches"), ("watch a fourth", "which watches a fourth of the layers")):
-            watched = find(result["rows"], "adds", rows=count, step=name)
-            if plain and watched:
-                cost = 1 - plain["ms"] / watched["ms"]
+        for name, which in (("watch", "which watches"), (A_FOURTH, "which watches a fourth of the layers")):
+            if (cost := lost(result, count, name)) is not None:
                 out.append(bar(f"{count} rows: tokens/s that a correction lane costs {which}", cost, WATCHES, True))
     return out + [
         bar(f"share of a step that sharing out adds, {row['rows']} rows", row["more"], MOST_SHARED, at_most=True)

@@ -35,6 +35,9 @@ def knobs(score: str, layers: int) -> dict[str, Any]:
     return {**found, "correct_layers": tuple(one for one in LAYERS if one < layers) or None}
 
 
+CALLED = {"paper": "paper's score", "corrected": "corrected", "few": "corrected in a few layers"}
+"""What a label says of these."""
+
 WHOLE = ("ours", "corrected", "few")
 """Those of which `oasis` gets all samples."""
 
@@ -64,9 +67,9 @@ class Setting:
     @property
     def label(self) -> str:
         """Without the budget."""
-        more = ["paper's score"] * (self.score == "paper") + ["equal bytes"] * (self.equal == "bytes")
-        more += ["corrected"] * (self.score == "corrected") + ["corrected in a few layers"] * (self.score == "few")
-        return f"{self.mode} ({', '.join(more)})" if more else self.mode
+        more = [CALLED.get(self.score), "equal bytes" if self.equal == "bytes" else None]
+        told = ", ".join(filter(None, more))
+        return f"{self.mode} ({told})" if told else self.mode
 
 
 DENSE = Setting("dense")

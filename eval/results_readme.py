@@ -7,6 +7,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import overhead
 import report_tables as tables
 import results_tables as of
 from report_tables import Row
@@ -99,8 +100,7 @@ def accuracy(folder: Path) -> list[str]:
     dense = {length: found[length, 0, "dense"] for length in dict.fromkeys(length for length, _ in at)}
     cells = {key: f"{100 * row['difference']:+.1f}" for key, row in found.items()}
     rows = [[label, *(cells.get((*key, label), "") for key in at)] for label in labels]
-    bars = _read(folder, "overhead")["bars"]
-    lost = {row["what"].split()[0]: row["measured"] for row in bars if row["what"].endswith("which watches")}
+    one, many = (overhead.lost(_read(folder, "overhead"), rows, "watch") for rows in (1, 44))
     scores = ", ".join(
         f"{100 * row['score']:.1f} at {length:,} ({row['tasks']} tasks)" for length, row in dense.items()
     )
@@ -111,7 +111,7 @@ def accuracy(folder: Path) -> list[str]:
         _wrapped(
             "Mean over tasks of long-context retrieval (SmolLM2 with `eval/adapter`) in which dense scores 60 to 95%: "
             f"{scores}. Every mode attends to as many tokens; at least {shortest} samples a task on the mean so far. "
-            f"Corrected: `{lane}`, which costs {lost['1']:.0%} of the tokens/s of one row and {lost['44']:.0%} of 44 "
+            f"Corrected: `{lane}`, which costs {one:.0%} of the tokens/s of one row and {many:.0%} of 44 "
             "rows' (`eval/overhead.py`)."
         ),
     ]

@@ -183,9 +183,9 @@ def test_the_readme_tells_what_modes_lose(tmp_path):
             {**row, "equal": "bytes", "difference": -0.5}, {**row, "model": "plain", "difference": -0.5},
             {**row, "length": "all", "difference": -0.5}]  # fmt: skip
     (tmp_path / "accuracy.json").write_text(json.dumps({"summaries": told}))
-    what = "rows: tokens/s that a correction lane costs which watches"
-    lost = [{"what": f"{n} {what}{more}", "measured": n / 100} for n in (1, 44) for more in ("", " a fourth")]
-    (tmp_path / "overhead.json").write_text(json.dumps({"bars": lost}))
+    steps = ((1, "gather", 99), (1, "watch", 100), (44, "gather", 56), (44, "watch a fourth", 70), (44, "watch", 100))
+    rows = [{"part": "adds", "fits": True, "rows": n, "step": step, "ms": ms} for n, step, ms in steps]
+    (tmp_path / "overhead.json").write_text(json.dumps({"rows": rows}))
     lines = results_readme.accuracy(tmp_path)
     assert lines[0].endswith("| oasis | -1.2 | -1.2 |\n| oasis (corrected) | +0.1 |  |\n| window |  | -30.0 |")
     prose = " ".join(lines[1].split())

@@ -24,7 +24,7 @@ from ..store.pages import PagePool
 from ..store.tiered import TieredStore
 from .control import Control
 from .errors import DeadlineExceeded, DisaggError, PeerLost, PoolFull, Refused
-from .handle import Handle, head_dim, terms, unpack
+from .handle import SUMMARISED_BY, Handle, head_dim, terms, unpack
 from .increment import Held, Increment, check_store, whole
 from .link import Link
 from .tcp import TcpEngine
@@ -316,7 +316,7 @@ def from_prefill(prefilled: Prefilled, model: Any, drafter: Any = None, **knobs:
         drafter.reset()
     cache = OasisCache(model, client.config, drafter, **knobs)
     ours, theirs = cache.state.config, client.config
-    for knob in ("scorer", "summary_dtype", "tokens_per_summary"):
+    for knob in SUMMARISED_BY:
         if getattr(ours, knob) != getattr(theirs, knob):
             raise Refused(
                 "layout", f"The prefill node summarises blocks with {knob}={getattr(theirs, knob)!r}, not "

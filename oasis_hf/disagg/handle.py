@@ -23,6 +23,10 @@ _OWN = ("ids", "logits", "pages", "selected", "ahead", "sums")
 _DTYPE = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
+SUMMARISED_BY = ("scorer", "summary_dtype", "tokens_per_summary")
+"""Knobs that say what a block's summaries are."""
+
+
 def terms(model: Any, config: OasisConfig) -> Terms:
     """What both sides of a model must have alike: pages, and summaries that one makes and the other reads.
 
@@ -40,8 +44,7 @@ def terms(model: Any, config: OasisConfig) -> Terms:
     layout = {
         "block": BLOCK, "layers": sum(window is None for window in supported.layer_windows(model)),
         "kv_heads": heads, "head_dim": dim, "dtype": _DTYPE[dtype],
-        "scorer": config.scorer, "summary_dtype": config.summary_dtype,
-        "tokens_per_summary": config.tokens_per_summary,
+        **{knob: getattr(config, knob) for knob in SUMMARISED_BY},
     }  # fmt: skip
     return Terms(__version__, fingerprint(model), layout)
 

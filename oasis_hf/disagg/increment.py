@@ -18,7 +18,7 @@ from ..room import keeps_buffers
 from ..store.near import Near
 from ..store.pages import PagePool
 from .errors import Refused
-from .handle import Handle
+from .handle import SUMMARISED_BY, Handle
 
 if TYPE_CHECKING:
     from .decode import PrefillClient
@@ -66,7 +66,7 @@ def check_store(client: "PrefillClient", prefixes: PrefixStore, config: OasisCon
         )
     if prefixes.config.host_dtype != "model":
         raise ConfigError("PrefillClient keeps pages as they come: leave host_dtype of its PrefixStore.")
-    for knob in ("scorer", "summary_dtype", "tokens_per_summary"):
+    for knob in SUMMARISED_BY:
         ours, theirs = getattr(config, knob), getattr(prefixes.config, knob)
         if ours != theirs:
             raise ConfigError(f"PrefillClient.{knob}={ours!r} differs from its PrefixStore's {theirs!r}: use one.")

@@ -11,11 +11,10 @@ from .. import supported
 from ..attach import cache_name
 from ..cache import OasisCache
 from ..config import BLOCK, ConfigError, OasisConfig
-from ..fingerprint import mixed
-from ..placing import autocast_to, placed
+from ..placing import placed
 from ..prefixes import PrefixStore
 from ..prefixes.keeping import states_read
-from ..prefixes.kind import Kind
+from ..prefixes.kind import Kind, apart
 from ..store.host import HostStore, blocks_of
 from .handle import Handle, head_dim, pack, terms
 from .increment import Held
@@ -117,8 +116,9 @@ class PrefillWorker:
     def _read(self, ids: torch.Tensor, request: str, held: Held | None) -> Handle:
         cache = self._cache(request)
         state, name, told = cache.state, cache_name(self.model), {"drafter": cache.drafter.name}
-        apart = autocast_to(cache.device) is not None or mixed(self.model)  # its keys and values serve no other request
-        if held is not None and not apart and held.fits(ids[0], bytes.fromhex(self._kind_of(cache).identity())):
+        if apart(self.model, cache.device):
+            held = None
+        if held is not None and held.fits(ids[0], bytes.fromhex(self._kind_of(cache).identity())):
             told["first"] = str(held.count)
         first = int(told.get("first", 0))
         logits, states = self._logits(cache, ids, name, "first" in told)

@@ -11,10 +11,16 @@ import torch
 from .. import parallel, supported
 from ..config import BLOCK, OasisConfig
 from ..drafters import Drafter
-from ..fingerprint import adapters, fingerprint
-from ..placing import placed
+from ..fingerprint import adapters, fingerprint, mixed
+from ..placing import autocast_to, placed
 from ..summaries import Summaries
 from .index import Layout
+
+
+def apart(model: Any, device: torch.device) -> bool:
+    """Whether what the call under way reads serves no other request: under autocast, or with an adapter of each row's
+    own."""
+    return autocast_to(device) is not None or mixed(model)
 
 
 class Kind:

@@ -14,7 +14,6 @@ import torch
 from .. import supported
 from ..config import BLOCK, ConfigError, OasisConfig
 from ..drafters import make_drafter
-from ..fingerprint import mixed
 from ..placing import autocast_to, needs_one_device, placed
 from ..reach import Reach
 from ..room import keeps_buffers
@@ -24,7 +23,7 @@ from .borrowed import Borrowed
 from .calls import are_text
 from .index import Index, digests, release
 from .keeping import kept_of
-from .kind import Kind
+from .kind import Kind, apart
 
 if TYPE_CHECKING:
     from ..cache import OasisCache
@@ -158,7 +157,7 @@ class PrefixStore:
         held = cache.get_seq_length()
         if held and any(layer.recent is not None for layer in cache.sparse_layers):
             return False  # a forward of the caller's own has read that
-        if autocast_to(cache.device) is not None or mixed(self.model) or not are_text(ids, call):
+        if apart(self.model, cache.device) or not are_text(ids, call):
             return False
         if whole and not held:
             self.admit(cache, ids, call.get("attention_mask"))
