@@ -15,6 +15,7 @@
 // 2. A slot whose block is within the first bound is a hit. One that is neither that nor open is a victim. A block
 //    within both bounds and not resident is a miss that may be admitted; misses beyond C are only counted.
 // 3. Both lists, mostly a handful, are sorted, and the i-th miss goes to the i-th victim.
+// Where no block scores above -inf, as in heads that a correction lane leaves alone, that is seen as scores arrive.
 // Where a budget is shared out (`Sharing`), scores are averaged as they are read, and the sorted misses tell what they
 // promise. It is nothing but a few branches where it is not.
 #include <cuda_runtime.h>
@@ -237,18 +238,24 @@ __global__ void __launch_bounds__(THREADS, 4)
         block_of[s] = block < 0 ? -1 : static_cast<int>(block);
         if (block >= 0 && block < N) atomicOr(&is_resident[block >> 5], 1u << (block & 31));
     }
+    bool any = !STAGED;
     if (STAGED) {
         copies_arrived();
 #pragma unroll 4
         for (int i = tid; i < N; i += THREADS) {  // what this thread copied
             const float score = __uint_as_float(keys[i]);
             keys[i] = block_key(means == nullptr ? score : smooth(score, &means[i], sharing.rate));
+            any = any || keys[i] != NEVER;
         }
     } else if (means != nullptr) {
 #pragma unroll 1
         for (int i = tid; i < N; i += THREADS) smooth(scores[i], &means[i], sharing.rate);
     }
-    __syncthreads();
+    if (!__syncthreads_or(any)) {
+#pragma unroll 1
+        for (int c = tid; c < C; c += THREADS) plan_block[c] = -1, plan_slot[c] = c;
+        return;
+    }
 
     const auto word_of = [&](int block) {
         uint32_t key;

@@ -123,7 +123,7 @@ def run_shard(bench: Bench, shard: Row, settings: list[Setting], stop: float) ->
     shard["sha256_of_ids"] = sha256(torch.tensor([token for one in samples for token in one.ids]))
     for first in range(0, args.samples, args.rows):
         part = samples[first : min(first + args.rows, args.samples)]
-        due = [one for one in settings if wanted(one, first, args) and len(shard["scores"].get(one.key, [])) <= first]
+        due = [one for one in settings if len(range(*lacking(shard, one, first, args).indices(len(part))))]
         if screened(shard, args):
             break
         if not due:
@@ -131,7 +131,7 @@ def run_shard(bench: Bench, shard: Row, settings: list[Setting], stop: float) ->
         if time.time() > stop:
             return
         read = branches.prefilled(bench.model, [one.ids for one in part], args.at_once, bench.drafter)
-        most = max(one.new for one in part)
+        longest = max(one.new for one in part)
         for setting in due:
             if time.time() > stop:
                 return
@@ -139,18 +139,18 @@ def run_shard(bench: Bench, shard: Row, settings: list[Setting], stop: float) ->
                 break
             begun = time.monotonic()
             budget = bench.budget(setting, length) if setting != DENSE else 0
-            rows = slice(0, len(part) if alike(setting) else max(0, min(len(part), args.others - first)))
-            said = bench.answers(setting, read.part(rows), most, budget)
+            rows = lacking(shard, setting, first, args)
+            said = bench.answers(setting, read.part(rows), longest, budget)
             scores = [
                 one.score(bench.chat.tokenizer.decode(ids[: one.new]))
                 for one, ids in zip(part[rows], said, strict=True)
             ]
-            shards.add(shard, setting, scores, [min(len(ids), one.new) for one, ids in zip(part, said)], budget)
+            shards.add(shard, setting, scores, [min(len(ids), one.new) for one, ids in zip(part[rows], said)], budget)
             shard["seconds"] += time.monotonic() - begun
             yield shard
     shard["screened"] = screened(shard, args)
     shard["done"] = shard["screened"] or all(
-        len(shard["scores"].get(one.key, [])) >= (args.samples if alike(one) else args.others) for one in settings
+        len(shard["scores"].get(one.key, [])) >= most(one, args) for one in settings
     )
     yield shard
 
@@ -160,8 +160,16 @@ def alike(setting: Setting) -> bool:
     return setting.mode == "dense" or (setting.mode == "oasis" and setting.score in results.WHOLE)
 
 
-def wanted(setting: Setting, first: int, args: argparse.Namespace) -> bool:
-    return alike(setting) or first < args.others
+def most(setting: Setting, args: argparse.Namespace) -> int:
+    """Samples that a setting gets."""
+    return args.samples if alike(setting) else min(args.others, args.samples)
+
+
+def lacking(shard: Row, setting: Setting, first: int, args: argparse.Namespace) -> slice:
+    """Rows of the batch from sample `first` on that a setting has not answered. What is there may come from batches of
+    another size."""
+    have = len(shard["scores"].get(setting.key, []))
+    return slice(max(have - first, 0), max(min(args.rows, most(setting, args) - first), 0))
 
 
 def screened(shard: Row, args: argparse.Namespace) -> bool:

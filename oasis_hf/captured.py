@@ -78,7 +78,8 @@ class CapturedSteps:
         blocks = self.summaries.vectors.shape[2]
         scores = self.summaries.score(queries, closed, weights, self.scaling, blocks)
         clock = self.state.clock(self.device)
-        self.working_set.select_into(self.plan, self.counters, scores, lengths, clock, self.sharing)
+        counts, wasted = self.counters.selection, self.counters.of("wasted")
+        self.working_set.select_into(self.plan, counts, wasted, scores, lengths, clock, self.sharing)
         self._share_out()
 
     @property

@@ -56,7 +56,8 @@ class Selecting:
         shape = (len(query), step.count)
         weights = step.once(("now", query.device), lambda: query.new_full(shape, 1 / step.count, dtype=torch.float32))
         why = "on_demand" if step.on_demand else "correction"
-        self._fetch(why, query, weights, step.where_taking(lengths, 0), cap, heads)
+        asked = step.once(("asked", lengths.device), lambda: step.where_taking(lengths, 0))
+        self._fetch(why, query, weights, asked, cap, heads)
         self.store.arrive(self.index)
 
     def _fetch(
@@ -71,7 +72,10 @@ class Selecting:
             blocks = self.summaries.vectors.shape[2]
         if blocks == 0:
             return
-        config, closed, corrects = self.state.config, lengths // BLOCK, why == "correction"
+        config, own, corrects = self.state.config, self.working_set, why == "correction"
+        closed = lengths // BLOCK
+        if step is not None:
+            closed = step.once(("closed", why, lengths.device), lambda: closed)
         with span(f"predict layer {self.index}"):
             # What is missing is a share of attention, whatever blocks are ordered by elsewhere.
             reduction = "softmax-mean" if corrects and heads is None else config.reduction
@@ -80,22 +84,23 @@ class Selecting:
         if corrects:
             above = max(config.correct_above, LEAST_MISSED)
             ops.correct(
-                scores, heads, self.working_set.table, closed, above, clock, self.counters.correction,
+                scores, heads, own.table, closed, above, clock, self.counters.correction,
                 self.state.fired_on(self.device),
             )  # fmt: skip
             if config.speculate and step is not None and step.predicts:
                 # Older than what this step predicts: were every slot as young as that, a block that an accepted draft
                 # opens between two replays would take one whose block is still on its way.
                 age = self.state.clock(self.device, 1)
-        sharing = self.sharing if why == "fetched" else cuda.NO_SHARING
-        plan_block, plan_slot, counts, wasted = self.working_set.select(scores, lengths, cap, age, sharing)
-        self.store.gather(self.index, self.working_set.keys, self.working_set.values, plan_block, plan_slot)
-        if why == "fetched":
-            self.counters.add_selection(counts, wasted)
+        if why == "first":
+            plan_block, plan_slot, counts, _ = own.select(scores, lengths, cap, age)
+            self.counters.add(why, counts[1])
         else:
-            self.counters.add("on_demand" if corrects else why, counts[1])
-            if corrects:
-                self.counters.add("wasted", wasted)
+            plan_block, plan_slot = plan = cuda.plan_for(own.table, cap)
+            fetched = why == "fetched"
+            counts = self.counters.selection if fetched else self.counters.demand
+            sharing = self.sharing if fetched else cuda.NO_SHARING
+            own.select_into(plan, counts, self.counters.of("wasted"), scores, lengths, age, sharing)
+        self.store.gather(self.index, own.keys, own.values, plan_block, plan_slot)
 
     @property
     def sharing(self) -> Sharing:

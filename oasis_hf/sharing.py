@@ -9,6 +9,7 @@ more than the budget, whatever the scores are. All of it stays on the device, in
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 RATE = 0.2
 """How much of a block's average the latest step makes. The share of a working set that a step may move comes on top:
@@ -103,11 +104,11 @@ def shared_out(gains: torch.Tensor, budget: torch.Tensor, prices: torch.Tensor) 
     """Caps `[L, B, H]` int32 that sum to `budget` at most; no value is read back.
 
     Args:
-        gains: `[L, B, H, C]`, not negative. budget: an int64 scalar. prices: `[n]`, highest first.
+        gains: `[L, B, H, C]`, not negative, best first. budget: an int64 scalar. prices: `[n]`, highest first.
     """
-    counts = (gains.flatten(0, 2).unsqueeze(-1) >= prices).sum(1)  # [L*B*H, n]
-    counts = torch.nn.functional.pad(counts, (1, 0))  # of a price that nothing is worth
-    last = len(prices)
+    ordered, last = gains.flatten(0, 2).neg(), len(prices)
+    prices = F.pad(prices.neg(), (1, 0), value=-torch.inf).expand(len(ordered), -1)  # first one that nothing is worth
+    counts = torch.searchsorted(ordered, prices.contiguous(), right=True)  # of gains that are not below, [L*B*H, 1 + n]
     at = (counts.sum(0) <= budget).sum() - 1  # the lowest price at which it suffices; at all higher ones it does too
     caps = counts.gather(1, at.expand(len(counts), 1)).squeeze(1)
     below = counts.gather(1, (at + 1).clamp(max=last).expand(len(counts), 1)).squeeze(1) - caps

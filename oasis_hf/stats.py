@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 
 COUNTERS = (
-    "hits", "fetched", "capped", "late", "wasted", "first", "reopened", "on_demand", "compared", "corrected",
+    "hits", "fetched", "capped", "late", "wasted", "first", "reopened", "demand_hits", "on_demand", "demand_capped",
+    "compared", "corrected",
 )  # fmt: skip
 """Blocks, summed over rows and steps. hits: predicted and resident; fetched: moved in by a decode step under the
 cap; capped: predicted but over the cap; late: not there when attention started; wasted: moved in and evicted unread;
-first: moved by a first selection; reopened: moved because `crop` reopened their block; on_demand: moved on the
-critical path. Two count rows and steps instead: compared: in which it was asked whether a head is to be corrected
-(`correction`, `correct_below`); corrected: in which it was, so that the head selected before attention."""
+first: moved by a first selection; reopened: moved because `crop` reopened their block; demand_hits, on_demand and
+demand_capped: hits, fetched and capped of what a layer selects before it attends, on the critical path. Two count rows
+and steps instead: compared: in which it was asked whether a head is to be corrected (`correction`, `correct_below`);
+corrected: in which it was, so that the head selected before attention."""
 
 
 class Counters:
@@ -38,10 +40,10 @@ class Counters:
         """`[3, H]` int64, a view: hits, fetched, capped."""
         return self.values[:3]
 
-    def add_selection(self, counts: torch.Tensor, wasted: torch.Tensor) -> None:
-        """counts: `[3, H]` hits, fetched, capped, as `ops.select` returns them; wasted: `[H]`."""
-        self.values[:3] += counts
-        self.values[COUNTERS.index("wasted")] += wasted
+    @property
+    def demand(self) -> torch.Tensor:
+        """`[3, H]` int64, a view: demand_hits, on_demand, demand_capped."""
+        return self.values[COUNTERS.index("demand_hits") :][:3]
 
     def fork(self) -> "Counters":
         other = Counters(self.values.shape[1], self.values.device)

@@ -8,7 +8,6 @@ from . import ops
 from .config import BLOCK, TAIL
 from .ops import cuda
 from .ops.reference import evict_key
-from .stats import Counters
 from .summaries import GROWTH
 from .tail import Entry, at_entry
 
@@ -168,16 +167,15 @@ class WorkingSet:
         )  # fmt: skip
 
     def select_into(
-        self, plan: Plan, counters: Counters, scores: torch.Tensor, lengths: torch.Tensor, step: torch.Tensor,
-        sharing: Sharing = cuda.NO_SHARING,
+        self, plan: Plan, counts: torch.Tensor, wasted: torch.Tensor, scores: torch.Tensor, lengths: torch.Tensor,
+        step: torch.Tensor, sharing: Sharing = cuda.NO_SHARING,
     ) -> None:  # fmt: skip
-        """`select` with what it returns written to `plan` `[B, H, C]` and added to `counters`."""
+        """`select` with what it returns written to `plan` `[B, H, C]` and added to counts `[3, H]` and wasted `[H]`."""
         if self._select_fused:
-            return self._select_step(scores, lengths, step, plan, counters.selection, counters.of("wasted"), sharing)
+            return self._select_step(scores, lengths, step, plan, counts, wasted, sharing)
         found = self.select(scores, lengths, plan[0].shape[2], step, sharing)
-        for have, new in zip(plan, found):
+        for have, new in zip((*plan, counts, wasted), (*found[:2], counts + found[2], wasted + found[3])):
             have.copy_(new)
-        counters.add_selection(*found[2:])
 
     def keep(self, first: int, from_block: torch.Tensor, step: torch.Tensor) -> None:
         """Blocks before `first` and at or beyond `from_block` `[B]` count as selected at `step`."""

@@ -112,6 +112,22 @@ def test_going_on_gives_what_one_run_gives(small, monkeypatch, tmp_path):
         call(monkeypatch, tmp_path / "parts.json", *few, "--resume", "--samples", "3")
 
 
+def test_it_goes_on_with_batches_of_another_size(small, monkeypatch, tmp_path):
+    few = ("--modes", "window", "--tasks", "code")
+    call(monkeypatch, tmp_path / "whole.json", *few)
+    call(monkeypatch, tmp_path / "parts.json", *few, "--rows", "1")
+    (whole,), (file,) = shards(tmp_path / "whole").values(), (tmp_path / "parts").glob("*.json")
+    part = json.loads(file.read_text())
+    for count, key in enumerate(list(part["scores"])):
+        part["scores"][key] = part["scores"][key][: 1 + count % 2]
+    del part["scores"]["window 64 ours tokens"]
+    part["done"] = False
+    file.write_text(json.dumps(part))
+    call(monkeypatch, tmp_path / "parts.json", *few, "--rows", "3", "--resume")
+    (part,) = shards(tmp_path / "parts").values()
+    assert part["scores"] == whole["scores"] and part["done"]
+
+
 def test_rows_that_have_no_memory_go_in_halves(small, monkeypatch, tmp_path):
     few = ("--modes", "window", "--tasks", "code")
     call(monkeypatch, tmp_path / "whole.json", *few)

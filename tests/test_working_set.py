@@ -371,6 +371,6 @@ def test_more_slots_than_the_compiled_select_takes_are_the_references(monkeypatc
         scores, length = torch.zeros((1, 1, slots)), torch.tensor([slots * BLOCK])
         plan_block, *_ = working_set.select(scores, length, 2, torch.tensor(1))
         plan, counters = (torch.full((1, 1, 2), -1), torch.zeros((1, 1, 2), dtype=torch.int64)), Counters(1, CPU)
-        working_set.select_into(plan, counters, scores, length, torch.tensor(1))
+        working_set.select_into(plan, counters.selection, counters.of("wasted"), scores, length, torch.tensor(1))
     assert compiled == [cuda.MAX_SLOTS] * 2
     assert plan_block.tolist() != [[[-1, -1]]] and counters.of("hits").item() == 2

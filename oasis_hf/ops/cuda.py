@@ -59,10 +59,6 @@ MAX_SLOTS = 1 << 12
 """Most slots that the compiled `select` sorts: a budget of 65,536 tokens."""
 
 
-MAX_HEADS = 32
-"""Most KV heads of the compiled `correct`: a warp each."""
-
-
 def serves(tensor: torch.Tensor) -> bool:
     """Whether the compiled operators take keys or queries like this: dtype and head_dim."""
     return tensor.is_cuda and tensor.dtype in DTYPES and tensor.shape[-1] in HEAD_DIMS and available()
@@ -214,7 +210,7 @@ def correct(
     scores: torch.Tensor, heads: torch.Tensor | None, table: torch.Tensor, closed: torch.Tensor, above: float,
     step: torch.Tensor, counts: torch.Tensor, fired: torch.Tensor,
 ) -> None:  # fmt: skip
-    if not available() or scores.shape[1] > MAX_HEADS or not scores.shape[2] or not scores.is_contiguous():
+    if not available() or not scores.shape[2] or not scores.is_contiguous():
         return reference.correct(scores, heads, table, closed, above, step, counts, fired)
     with torch.cuda.device(table.device):
         extension().correct(scores, heads, table, closed, above, step, counts, fired, _stream(table))
