@@ -41,9 +41,9 @@ QUICK = Setting("tiny-moe", "cpu", sweep.QUICK.dtype, rows=2, context=600, budge
 
 
 def points(setting: Setting, rows: list[int]) -> Iterator[Point]:
-    """Dense, sparse, and then what decides between them, from few rows to many."""
-    for part in PARTS:
-        for count in rows:
+    """From few rows to many. What is held against each other is measured one after the other."""
+    for count in rows:
+        for part in ("never", "auto", "always"):
             yield Point(part, {"rows": count}, lambda part=part, n=count: measure(setting, part, n), part)
 
 
