@@ -25,7 +25,7 @@ from sweep import Point, Setting, Sweep, find, of, told
 from oasis_hf import OasisConfig, bench
 from oasis_hf.forced import Injected, forced_misses
 
-PARTS = ("never", "always", "auto")
+PARTS = ("never", "auto", "always")
 NAMES = {"never": "dense", "always": "sparse", "auto": "auto"}
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 RATIO = 0.05
@@ -43,7 +43,7 @@ QUICK = Setting("tiny-moe", "cpu", sweep.QUICK.dtype, rows=2, context=600, budge
 def points(setting: Setting, rows: list[int]) -> Iterator[Point]:
     """From few rows to many. What is held against each other is measured one after the other."""
     for count in rows:
-        for part in ("never", "auto", "always"):
+        for part in PARTS:
             yield Point(part, {"rows": count}, lambda part=part, n=count: measure(setting, part, n), part)
 
 

@@ -24,7 +24,7 @@ def test_the_command_measures_every_part_and_goes_on(tmp_path, monkeypatch):
     moe.main()
     result = json.loads((tmp_path / "moe.json").read_text())
     assert [row["part"] for row in result["rows"]] == list(moe.PARTS) and len(result["provenance"]) == 2
-    never, always, auto = result["rows"]
+    never, auto, always = result["rows"]
     assert never["dense"] and never["bytes"] == 0 and not always["dense"]
     # Four layers, two KV heads, the cap of C = 1 block of 16 tokens, 64 wide, K and V, float32.
     assert always["bytes"] == 4 * 2 * 16 * 64 * 2 * 4
