@@ -149,10 +149,13 @@ def run_shard(bench: Bench, shard: Row, settings: list[Setting], stop: float) ->
             shard["seconds"] += time.monotonic() - begun
             yield shard
     shard["screened"] = screened(shard, args)
-    shard["done"] = shard["screened"] or all(
-        len(shard["scores"].get(one.key, [])) >= most(one, args) for one in settings
-    )
+    shard["done"] = finished(shard, settings, args)
     yield shard
+
+
+def finished(shard: Row, settings: list[Setting], args: argparse.Namespace) -> bool:
+    """Whether a shard has all samples of these settings, or needs none."""
+    return shard["screened"] or all(len(shard["scores"].get(one.key, [])) >= most(one, args) for one in settings)
 
 
 def alike(setting: Setting) -> bool:
@@ -249,6 +252,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES),
                         help="dense and oasis always are")  # fmt: skip
+    parser.add_argument("--scores", nargs="+", choices=results.WHOLE, default=list(results.WHOLE),
+                        help="ways in which oasis chooses blocks")  # fmt: skip
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 7000])
     parser.add_argument("--budgets", type=int, nargs="+", default=[528, 1040, 2064])
     parser.add_argument("--samples", type=int, default=500, help="of dense and oasis")
@@ -307,11 +312,11 @@ def main() -> None:
                 made = ruler.samples(makers.chat, task, length, args.samples, keep=args.ruler)
                 note(f"{task}, {length:,} tokens: {len(made)} samples")
         return
-    settings = results.settings(args.budgets, args.modes, equal_bytes=not args.quick)
+    settings = results.settings(args.budgets, args.modes, not args.quick, args.scores)
     bench: Bench | None = None
     run = provenance(args.device)
     for shard in plan(args):
-        if shard["done"] or time.time() > stop:
+        if finished(shard, settings, args) or time.time() > stop:
             continue
         shard["provenance"].append(run)
         if bench is None or bench.name != shard["model"]:

@@ -17,28 +17,36 @@ LAYERS = (2, 6, 7, 8, 14, 17, 18, 20)
 """Of SmolLM2's 30: with the adapter and a budget of 2,064 they made up 85% of the corrections (`cache.stats()`), the
 mean over six tasks of the family "train" (lookups, sections, table, pairs, code, needle_values), 4 samples of each."""
 
+WIDE: dict[str, Any] = {"fetch_ratio": 0.2}
+
 SCORES: dict[str, dict[str, Any]] = {
     "ours": {},
     "paper": PAPER_SCORE,
     "corrected": CORRECTED,
     "few": {**CORRECTED, "correct_layers": LAYERS},
+    "wide": WIDE,
+    "wide_few": {**CORRECTED, **WIDE, "correct_layers": LAYERS},
 }
 """Knobs of each way to choose blocks: this package's defaults, Quest's own bound, and the defaults with the correction
-lane, which lets heads that miss much fetch before they attend, in all layers or where that happens most."""
+lane, which lets heads that miss much fetch before they attend, in all layers or where that happens most; and with four
+times the fetch ratio, which the link carries where rows are few."""
 
 
 def knobs(score: str, layers: int) -> dict[str, Any]:
     """Of a way to choose blocks, for a model of so many layers."""
     found = SCORES[score]
-    if score != "few":
+    if "correct_layers" not in found:
         return found
     return {**found, "correct_layers": tuple(one for one in LAYERS if one < layers) or None}
 
 
-CALLED = {"paper": "paper's score", "corrected": "corrected", "few": "corrected in a few layers"}
+CALLED = {
+    "paper": "paper's score", "corrected": "corrected", "few": "corrected in a few layers", "wide": "fetch ratio 0.2",
+    "wide_few": "fetch ratio 0.2, corrected in a few layers",
+}  # fmt: skip
 """What a label says of these."""
 
-WHOLE = ("ours", "corrected", "few")
+WHOLE = ("ours", "corrected", "few", "wide", "wide_few")
 """Those of which `oasis` gets all samples."""
 
 BAND = (0.60, 0.95)
@@ -75,11 +83,13 @@ class Setting:
 DENSE = Setting("dense")
 
 
-def settings(budgets: Iterable[int], modes: Iterable[str], equal_bytes: bool = True) -> list[Setting]:
-    """Dense first, then `oasis`, then the others."""
+def settings(
+    budgets: Iterable[int], modes: Iterable[str], equal_bytes: bool = True, scores: Iterable[str] = WHOLE
+) -> list[Setting]:
+    """Dense first, then `oasis` by these scores, then the others."""
     chosen, out = set(modes) | {"dense", "oasis"}, [DENSE]
     for budget in budgets:
-        out += [Setting("oasis", budget, score) for score in WHOLE]
+        out += [Setting("oasis", budget, score) for score in WHOLE if score in set(scores)]
     for budget in budgets:
         for mode in ("quest", "on_demand", "previous", "window"):
             if mode in chosen:

@@ -113,7 +113,7 @@ def test_going_on_gives_what_one_run_gives(small, monkeypatch, tmp_path):
 
 
 def test_it_goes_on_with_batches_of_another_size(small, monkeypatch, tmp_path):
-    few = ("--modes", "window", "--tasks", "code")
+    few = ("--modes", "window", "--tasks", "code", "--scores", "ours", "few")
     call(monkeypatch, tmp_path / "whole.json", *few)
     call(monkeypatch, tmp_path / "parts.json", *few, "--rows", "1")
     (whole,), (file,) = shards(tmp_path / "whole").values(), (tmp_path / "parts").glob("*.json")
@@ -121,7 +121,6 @@ def test_it_goes_on_with_batches_of_another_size(small, monkeypatch, tmp_path):
     for count, key in enumerate(list(part["scores"])):
         part["scores"][key] = part["scores"][key][: 1 + count % 2]
     del part["scores"]["window 64 ours tokens"]
-    part["done"] = False
     file.write_text(json.dumps(part))
     call(monkeypatch, tmp_path / "parts.json", *few, "--rows", "3", "--resume")
     (part,) = shards(tmp_path / "parts").values()
@@ -129,7 +128,7 @@ def test_it_goes_on_with_batches_of_another_size(small, monkeypatch, tmp_path):
 
 
 def test_rows_that_have_no_memory_go_in_halves(small, monkeypatch, tmp_path):
-    few = ("--modes", "window", "--tasks", "code")
+    few = ("--modes", "window", "--tasks", "code", "--scores", "ours")
     call(monkeypatch, tmp_path / "whole.json", *few)
     inner, sizes = accuracy.Bench._answers, []
 
@@ -144,6 +143,17 @@ def test_rows_that_have_no_memory_go_in_halves(small, monkeypatch, tmp_path):
     assert sizes[:5] == [3, 1, 2, 1, 1]
     (one,), (other,) = (shards(tmp_path / name).values() for name in ("whole", "halves"))
     assert one["scores"] == other["scores"]
+
+
+def test_scores_can_be_chosen_and_added(small, monkeypatch, tmp_path):
+    few = ("--modes", "window", "--tasks", "code", "--samples", "1", "--others", "1")
+    for scores in (["ours"], ["ours", "wide"]):
+        call(monkeypatch, tmp_path / "a.json", *few, "--resume", "--scores", *scores)
+        (shard,) = shards(tmp_path / "a").values()
+        ours = [results.named(key).score for key in shard["scores"] if key.startswith("oasis")]
+        assert shard["done"] and ours == scores
+    assert Setting("oasis", 528, "wide_few").label == "oasis (fetch ratio 0.2, corrected in a few layers)"
+    assert results.knobs("wide_few", 3) == {**results.CORRECTED, "fetch_ratio": 0.2, "correct_layers": (2,)}
 
 
 def test_where_dense_tells_nothing_nothing_more_runs(small, monkeypatch, tmp_path):
@@ -188,7 +198,7 @@ def shard(task, scores, length=4096):
 
 def test_keys_and_labels():
     every = results.settings([528, 1040], ["quest", "on_demand", "previous", "window"])
-    assert every[0] == DENSE and len({one.key for one in every}) == len(every) == 1 + 2 * 11
+    assert every[0] == DENSE and len({one.key for one in every}) == len(every) == 1 + 2 * 13
     assert all(results.named(one.key) == one for one in every)
     assert Setting("window", 528, equal="bytes").label == "window (equal bytes)"
     assert Setting("oasis", 528, "corrected").label == "oasis (corrected)"
