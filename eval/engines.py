@@ -17,11 +17,11 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import namespaces
+import outs
 import report_engines as report
 from engine_ways import (
     BARE,
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small reads of a small pool")
     parser.add_argument("--link", type=rate, default=0, metavar="RATE", help="1gbit: over a link held to it (root)")
     parser.add_argument("--rounds", type=int, default=9, help="reads of each way in a cell, more of small ones")
-    parser.add_argument("--out", type=Path, help="folder for engines.json and .md; engines_link.json and .md")
+    parser.add_argument("--out", type=outs.folder, help="folder for engines.json and .md; engines_link.json and .md")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds} is not allowed: use an integer >= 1")

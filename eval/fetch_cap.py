@@ -14,9 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
+import outs
 import own_text
 import texts
 import torch
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS))
     parser.add_argument("--sinks", type=int, default=0, help="sink blocks")
     parser.add_argument("--tokens-per-summary", type=int, help="default: the default")
-    parser.add_argument("--out", type=Path, help="rows are added to what is there")
+    parser.add_argument("--out", type=outs.json_file, help="rows are added to what is there")
     args = parser.parse_args()
     prompt, steps, budget = (400, 6, 144) if args.quick else (7000, 256, 2064)
     names = list(texts.SOURCES)[: 1 if args.quick else None]

@@ -21,6 +21,7 @@ from typing import Any
 
 import adapted
 import branches
+import outs
 import recording
 import texts
 import torch
@@ -174,7 +175,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--graphs", action="store_true", help="capture decode steps, with --store host")
     parser.add_argument("--seconds", type=float, help="begin no setting after so long")
     parser.add_argument("--resume", action="store_true", help="keep the result's rows, do what is missing")
-    parser.add_argument("--out", type=Path, help="the JSON; the rest goes beside it (default "
+    parser.add_argument("--out", type=outs.json_file, help="the JSON; the rest goes beside it (default "
                         "eval/results/fidelity.json; fidelity-quick.json with --quick)")  # fmt: skip
     args = parser.parse_args()
     if args.graphs and args.store != "host":

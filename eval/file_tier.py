@@ -14,9 +14,9 @@ import argparse
 import json
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
+import outs
 import texts
 import torch
 from provenance import provenance
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=1040)
     parser.add_argument("--share", type=float, default=0.25, help="of the KV's bytes that host memory may hold")
     parser.add_argument("--file-dir", help=f"folder of the file (default: {tempfile.gettempdir()})")
-    parser.add_argument("--out", type=Path, help="folder for file_tier.json")
+    parser.add_argument("--out", type=outs.folder, help="folder for file_tier.json")
     args = parser.parse_args()
     if not 0 < args.share <= 1:
         parser.error(f"--share {args.share} is not allowed: use a number above 0, at most 1")

@@ -17,9 +17,9 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import outs
 import recording
 import report_hit_rate as report
 import texts
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=1, help="verified with speculation on")
     parser.add_argument("--ask", action="store_true", help="put each document in a user's turn and ask for a summary: "
                         "what follows is then the model's own style, not the document's")  # fmt: skip
-    parser.add_argument("--out", type=Path, help="folder for hit_rate.json and hit_rate.png")
+    parser.add_argument("--out", type=outs.folder, help="folder for hit_rate.json and hit_rate.png")
     args = parser.parse_args()
     lengths, steps, names = args.lengths, args.steps, args.texts
     if args.quick:

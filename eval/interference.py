@@ -11,9 +11,9 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import outs
 import torch
 from provenance import provenance
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ctas", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--pinned-gib", type=float, default=2)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=outs.json_file)
     args = parser.parse_args()
     pages = torch.empty((int(args.pinned_gib * 2**30) // PAGE, 2, BLOCK, DIM), dtype=torch.bfloat16, pin_memory=True)
     pages.view(torch.int16)[::16] = 1

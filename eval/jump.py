@@ -16,10 +16,10 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from pathlib import Path
 from typing import Any
 
 import branches
+import outs
 import recording
 import report_tables as tables
 import texts
@@ -220,7 +220,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--blocks", nargs="+", type=int, default=[OasisConfig().correct_blocks])
     parser.add_argument("--layers", nargs="+", type=int, default=[],
                         help="auto also with these as correct_layers (`cache.layers_corrected()`)")  # fmt: skip
-    parser.add_argument("--out", type=Path, help="folder for jump.json and jump.md")
+    parser.add_argument("--out", type=outs.folder, help="folder for jump.json and jump.md")
     args = parser.parse_args()
     args.most = 16 if args.quick else None  # steps of a text with jumps
     if args.quick:

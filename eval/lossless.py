@@ -14,9 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
+import outs
 import recording
 import texts
 import torch
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--store", default="host", choices=["host", "resident"],
                         help="resident is faster on a GPU in float32, whose pages the CPU moves")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="keep what the result in --out has of other dtypes")
-    parser.add_argument("--out", type=Path, help="folder for lossless.json, written after every cache")
+    parser.add_argument("--out", type=outs.folder, help="folder for lossless.json, written after every cache")
     args = parser.parse_args()
     if args.quick:
         args.prompts, args.length, args.new, args.budget = 2, 400, 24, 96

@@ -12,9 +12,9 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import outs
 import torch
 from provenance import provenance
 
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--pinned-gib", type=float, default=4)
     parser.add_argument("--ops", nargs="+", default=OPS)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=outs.json_file)
     args = parser.parse_args()
     rows = args.rows
     page = 2 * BLOCK * DIM * 2

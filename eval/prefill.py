@@ -14,9 +14,9 @@ import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
+import outs
 import torch
 from provenance import provenance
 from transformers import DynamicCache
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
     parser.add_argument("--ctas", nargs="+", type=int, default=[0], help="sizes of the write's grid; 0: its default")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=outs.json_file)
     args = parser.parse_args()
     model = random_model(args.shape)
     ids = torch.randint(model.config.vocab_size, (args.rows, args.tokens), device="cuda")

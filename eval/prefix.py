@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import outs
 import report_tables as tables
 import texts
 import torch
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--new", type=int, default=64, help="tokens that are compared")
     parser.add_argument("--budget", type=int, default=1040)
-    parser.add_argument("--out", help="folder for prefix.json and prefix.md")
+    parser.add_argument("--out", type=outs.folder, help="folder for prefix.json and prefix.md")
     args = parser.parse_args()
     if args.quick:
         args.prefix, args.rest, args.requests, args.new, args.budget = 400, 40, 2, 8, 96

@@ -137,9 +137,16 @@ SECTIONS = (
             "Measured over links of known speed, against bytes / rate (the paper's Fig. 15)."),
     Section("prefix", "A prompt that begins like another", "python eval/prefix.py --out eval/results",
             "Time to the first token where the beginning is in a `PrefixStore`."),
+    Section("increment", "A prompt that begins like another, prefilled elsewhere",
+            "python eval/increment.py --out eval/results",
+            "What crosses, and when the first token is there, where the beginning is held by neither side, one or "
+            "both."),
     Section("jump", "Where attention jumps", "python eval/jump.py --device cuda --out eval/results",
             "Eight documents and questions that switch between them: what the correction lane recovers of what the "
             "fetch cap loses against selection on demand, and how often it fires."),
+    Section("lane_layers", "Which layers the lane corrects", "python eval/lane_layers.py --out eval/results",
+            "Each layer's share of the corrections while tasks of the family that nothing is evaluated on are "
+            "answered, which `correct_layers` is chosen by."),
     Section("decode", "Decode steps", "python eval/decode.py --out eval/results/decode.json",
             "Qwen3-8B's shape, random weights, exactly C random blocks fetched a KV head, layer and step.",
             of.decode, of.decode_bars, in_tables=True),

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import outs
 import recording
 import torch
 from provenance import provenance
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
     parser.add_argument("--head", type=Path, default=recording.HEAD)
     parser.add_argument("--texts", default="context_7000")
-    parser.add_argument("--out", type=Path, default=Path("eval/results/speculation.json"))
+    parser.add_argument("--out", type=outs.json_file, default=Path("eval/results/speculation.json"))
     args = parser.parse_args()
     shares = json.loads((args.head / "metrics.json").read_text())["evaluation"][args.texts]["accept_rate_by_depth"]
     began, model = (

@@ -12,9 +12,9 @@ import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
+import outs
 import torch
 from transformers import DynamicCache
 
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=7000)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--out", type=outs.json_file, default=None)
     args = parser.parse_args()
     tokens, steps = (1500, 8) if args.quick else (args.tokens, args.steps)
 

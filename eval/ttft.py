@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import namespaces
+import outs
 import texts
 import torch
 from provenance import provenance
@@ -216,7 +217,7 @@ def main() -> None:
     parser.add_argument("--rates", type=int, nargs="+", default=[1000, 4000], help="Mbit/s (default: 1000 4000)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pool-gib", type=float, default=1.0, help="of the prefill node")
-    parser.add_argument("--out", type=Path, help="folder for ttft.json and ttft.md")
+    parser.add_argument("--out", type=outs.folder, help="folder for ttft.json and ttft.md")
     parser.add_argument("--role", choices=["reader"], help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--secret", help=argparse.SUPPRESS)
