@@ -29,6 +29,20 @@ class _Method:
         return types.MethodType(self.inner.__func__, copy) if copy is not None else self.inner
 
 
+def _check_prompt(cache: OasisCache, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise ValueError where a whole text is given that has nothing behind what the cache holds: generate would slice
+    it by a length of 0 or less, and read all of it again, another piece of it, or none."""
+    embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+    given, held = input_ids if embeds is None else embeds, cache.get_seq_length()
+    width = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    whole = embeds is not None or width == given.shape[1]  # else only what is new is given, under a mask of all
+    if whole and 0 < held >= given.shape[1] and len(given) == cache.batch_size:
+        raise ValueError(
+            f"The prompt has {given.shape[1]:,} tokens and this OasisCache holds {held:,} already: give the whole text "
+            "with something new behind it, or make a new cache (or reset() this one) for another prompt."
+        )
+
+
 class _Prefill(_Method):
     """Stands in for `model._prefill`, generate's own prefill stage: what runs inside it is a prompt or a chunk of one,
     however short. It also tells the cache which ids end a row in this call."""
@@ -36,6 +50,7 @@ class _Prefill(_Method):
     def __call__(self, input_ids: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
         cache, keeps = _ours(model_kwargs), False
         if cache is not None:
+            _check_prompt(cache, input_ids, generation_config, model_kwargs)
             chunk = getattr(generation_config, "prefill_chunk_size", None)
             cache.stepper.reach.check_chunks(chunk, input_ids.shape[1])
             ends = getattr(generation_config, "eos_token_id", None)

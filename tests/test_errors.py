@@ -141,6 +141,23 @@ def test_another_batch_size():
     assert "reset()" in one_sentence(error)
 
 
+@pytest.mark.parametrize("tokens", [1, 20, 35, 40])
+@pytest.mark.parametrize("embedded", [False, True], ids=["ids", "embeds"])
+def test_a_prompt_with_nothing_behind_what_is_held(tokens, embedded):
+    model = tiny("llama")
+    cache, ids = OasisCache(model), prompt(1, 30)
+    generate(model, ids, cache, max_new_tokens=11)  # 40 columns
+    other = prompt(1, tokens, 1)
+    given = {"inputs_embeds": model.get_input_embeddings()(other).detach()} if embedded else other
+    with pytest.raises(ValueError, match=rf"prompt has {tokens} tokens and this OasisCache holds 40 already") as error:
+        generate(model, given, cache)
+    assert "\n" not in str(error.value) and cache.get_seq_length() == 40
+    # What is new alone is another matter, under a mask of all.
+    ids = torch.cat((prompt(1, 40), prompt(1, tokens, 1)), 1)
+    generate(model, {"input_ids": ids[:, 40:], "attention_mask": torch.ones_like(ids)}, cache, max_new_tokens=1)
+    assert cache.get_seq_length() == 40 + tokens
+
+
 def test_masks_that_do_not_fit():
     model, inputs = tiny("llama"), left_padded([12, 5])
     cache = OasisCache(model)

@@ -206,6 +206,17 @@ def test_arguments_of_the_command_line(letters, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("make", [OasisLM.create_from_arg_string, OasisLM.create_from_arg_obj])
+def test_model_args_go_before_the_options_of_the_command(make, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(OasisLM, "__init__", lambda self, **given: seen.update(given))
+    text, options = "device=cpu,batch_size=3,budget=64", {"device": "cuda:0", "batch_size": 1, "max_batch_size": None}
+    make(text if make == OasisLM.create_from_arg_string else {"device": "cpu", "batch_size": 3, "budget": 64}, options)
+    assert seen == {"device": "cpu", "batch_size": 3, "budget": 64}
+    make("" if make == OasisLM.create_from_arg_string else {}, options)
+    assert seen["device"] == "cuda:0" and seen["batch_size"] == 1
+
+
 def test_a_mode_of_the_command_line(letters):
     lm = OasisLM(tiny("llama"), tokenizer=letters, mode="quest", budget="64", seed=3)
     assert lm.oasis.state.config == mode_config("quest", 64, seed=3)
@@ -230,6 +241,8 @@ def test_knobs_may_be_text():
         ({"lookahead": "{draft"}, "lookahead='{draft' is not allowed: use one of 'auto'"),
         ({"batch_size": "auto"}, "batch_size='auto' is not allowed: use an integer >= 1"),
         ({"batch_size": 0}, "batch_size=0 is not allowed"),
+        ({"max_length": -1.0}, r"max_length=-1.0 is not allowed: use an integer >= 1"),
+        ({"max_length": "long"}, "max_length='long' is not allowed: use an integer >= 1"),
         ({"sparse_loglikelihood": "half"}, "sparse_loglikelihood='half' is not allowed: use True or False"),
         ({"dtype": "int4"}, "dtype='int4' is not allowed: use one of 'auto', 'float32'"),
         ({"mode": "fast"}, "mode='fast' is not allowed: use one of 'dense', 'quest', 'on_demand', 'previous', 'oasis'"),

@@ -43,7 +43,10 @@ def split(arguments: dict[str, Any], mode: Any = None) -> tuple[OasisConfig, dic
             )
     own = {name: _value(knobs[name], value) for name, value in arguments.items() if name in knobs}
     config = OasisConfig(**own) if mode is None else mode_config(mode, **own)
-    return config, {name: value for name, value in arguments.items() if name in HARNESS}
+    harness = {name: value for name, value in arguments.items() if name in HARNESS}
+    if harness.get("max_length") is not None:
+        harness["max_length"] = _count("max_length", harness["max_length"])
+    return config, harness
 
 
 def _value(knob: Field, value: Any) -> Any:
@@ -71,9 +74,13 @@ def switch(name: str, value: Any) -> bool:
 def rows(batch_size: Any) -> int:
     """Rows of a batch. Raises `ConfigError` for none, and for `auto`: the harness probes with a forward that no cache
     takes part in."""
-    count = handle_arg_string(batch_size) if isinstance(batch_size, str) else batch_size
+    return _count("batch_size", batch_size)
+
+
+def _count(name: str, value: Any) -> int:
+    count = handle_arg_string(value) if isinstance(value, str) else value
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ConfigError(f"OasisLM's batch_size={batch_size!r} is not allowed: use an integer >= 1.")
+        raise ConfigError(f"OasisLM's {name}={value!r} is not allowed: use an integer >= 1.")
     return count
 
 

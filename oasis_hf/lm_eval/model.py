@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -67,6 +68,20 @@ class OasisLM(HFLM):
             super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, **harness)
         if isinstance(pretrained, str):
             self.pretrained = pretrained  # for the results, which name it
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "OasisLM":
+        """As `create_from_arg_obj`, of `model_args` as text."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> "OasisLM":
+        """As the harness has it, but what `model_args` name goes before the options of its command, which says "cuda:0"
+        and a batch of 1 where nobody said anything."""
+        rest = {name: value for name, value in (additional_config or {}).items() if name not in arg_dict}
+        return super().create_from_arg_obj(arg_dict, rest)
 
     def get_model_info(self) -> dict[str, Any]:
         """As `HFLM` has it, and what the cache was, for the results."""
