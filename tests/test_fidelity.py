@@ -54,15 +54,15 @@ def test_a_run_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", [*call, "--modes", "window"])
     fidelity.main()
     first = json.loads(out.read_text())
-    assert [row["mode"] for row in first["rows"]] == ["dense", *["oasis"] * 3, "window", "window"]
-    assert first["rows"][5]["own_budget"] > 64 and [one["name"] for one in first["texts"]] == ["code", "table"]
+    assert [row["mode"] for row in first["rows"]] == ["dense", *["oasis"] * 5, "window", "window"]
+    assert first["rows"][7]["own_budget"] > 64 and [one["name"] for one in first["texts"]] == ["code", "table"]
     monkeypatch.setattr(sys, "argv", [*call, "--resume"])
     measured = []
     measure = fidelity.measure
     monkeypatch.setattr(fidelity, "measure", lambda *args, **kw: measured.append(args[5].key) or measure(*args, **kw))
     fidelity.main()
     then = json.loads(out.read_text())
-    assert then["rows"][:6] == first["rows"] and len(measured) == len(then["rows"]) - 6 == 6
+    assert then["rows"][:8] == first["rows"] and len(measured) == len(then["rows"]) - 8 == 6
     assert "window (equal bytes)" in out.with_suffix(".md").read_text()
     assert out.with_suffix(".png").stat().st_size > 10_000
     assert "nothing" not in capsys.readouterr().out
