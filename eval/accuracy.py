@@ -95,7 +95,7 @@ class Bench:
         rows = len(read.rest)
         try:
             return self._answers(setting, read, most, budget)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):  # the second is the cache's own sentence
             if rows == 1:
                 raise
         note(f"{setting.key}: no memory for {rows} rows, so they go in halves")

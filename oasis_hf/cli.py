@@ -194,6 +194,8 @@ def _demo(args: argparse.Namespace) -> int:
         document = demo.handbook() if args.document is None else args.document.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"Can't read the document {args.document}: {error}.") from error
+    if not document.strip():
+        raise ModelError(f"The document {args.document} is empty: name a text file with something to ask about.")
     question = args.question or demo.QUESTION
     console = Console()
     with console.status("loading the model"):

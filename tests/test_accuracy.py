@@ -127,7 +127,8 @@ def test_it_goes_on_with_batches_of_another_size(small, monkeypatch, tmp_path):
     assert part["scores"] == whole["scores"] and part["done"]
 
 
-def test_rows_that_have_no_memory_go_in_halves(small, monkeypatch, tmp_path):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_rows_that_have_no_memory_go_in_halves(error, small, monkeypatch, tmp_path):
     few = ("--modes", "window", "--tasks", "code", "--scores", "ours")
     call(monkeypatch, tmp_path / "whole.json", *few)
     inner, sizes = accuracy.Bench._answers, []
@@ -135,7 +136,7 @@ def test_rows_that_have_no_memory_go_in_halves(small, monkeypatch, tmp_path):
     def full(self, setting, read, *args):
         sizes.append(len(read.rest))
         if len(read.rest) > 1:
-            raise torch.OutOfMemoryError("full")
+            raise error("full")
         return inner(self, setting, read, *args)
 
     monkeypatch.setattr(accuracy.Bench, "_answers", full)

@@ -1,5 +1,6 @@
 """The command `oasis-hf`, its doctor, and loading models."""
 
+import os
 import json
 import sys
 
@@ -57,6 +58,7 @@ def test_usage(arguments, capsys):
         (["doctor", "no/such-model-here"], "Can't load no/such-model-here"),
         (["demo", "no/such-model-here"], "Can't load no/such-model-here"),
         (["demo", "--document", "missing.txt", "--question", "Why?"], "Can't read the document missing.txt"),
+        (["demo", "--document", os.devnull, "--question", "Why?"], "is empty: name a text file"),
         (["demo", "--document", "missing.txt"], "--question"),
         (["demo", "--document", "LICENSE", "--question", ""], "--question"),
         (["demo", "--budget", "5"], "OasisConfig.budget=5 is not allowed"),
