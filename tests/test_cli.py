@@ -1,7 +1,7 @@
 """The command `oasis-hf`, its doctor, and loading models."""
 
-import os
 import json
+import os
 import sys
 
 import pytest
