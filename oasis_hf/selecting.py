@@ -73,9 +73,11 @@ class Selecting:
         if blocks == 0:
             return
         config, own, corrects = self.state.config, self.working_set, why == "correction"
-        closed = lengths // BLOCK
-        if step is not None:
-            closed = step.once(("closed", why, lengths.device), lambda: closed)
+
+        def closed_blocks() -> torch.Tensor:
+            return lengths // BLOCK
+
+        closed = closed_blocks() if step is None else step.once(("closed", why, lengths.device), closed_blocks)
         with span(f"predict layer {self.index}"):
             # What is missing is a share of attention, whatever blocks are ordered by elsewhere.
             reduction = "softmax-mean" if corrects and heads is None else config.reduction
