@@ -336,6 +336,7 @@ class StepGraphs:
                 graph, output = self.capture(device, whole)
         except BaseException:
             step.pipeline = None
+            step.unshare()
             raise
         finally:
             pipeline.forget()

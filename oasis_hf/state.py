@@ -83,6 +83,10 @@ class Step:
             self._shared[what] = make()
         return self._shared[what]
 
+    def unshare(self) -> None:
+        """A capture failed in which layers shared something: it was never computed."""
+        self._shared.clear()
+
     def where_taking(self, lengths: torch.Tensor, otherwise: int) -> torch.Tensor:
         """`lengths` `[B]`, and `otherwise` in rows that take no token."""
         if self.taking is None:

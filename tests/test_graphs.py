@@ -393,3 +393,29 @@ def test_an_error_inside_a_capture_is_told_and_the_step_still_runs(fake_cuda, mo
     decode(cache, ids, graphs.WARM + 2)
     assert cache.graphs.captures == 0 and "operation not permitted" in cache.graphs.refused
     assert "operation not permitted" in caplog.text and cache.get_seq_length() == 100 + graphs.WARM + 2
+
+
+@pytest.mark.parametrize("knobs", [{"lookahead": "on_demand"}, {"correction": "always"}], ids=str)
+def test_what_a_failed_capture_made_is_not_used(fake_cuda, monkeypatch, knobs):
+    """Nothing of a capture has run: what its layers made for each other holds anything."""
+    from oasis_hf.layers import OasisLayer
+
+    plain, made = OasisLayer._decode, {}
+
+    def refuses_capture(self, step, *args):
+        if step.pipeline is not None:
+            assert ("now", self.device) in made and len(made) > 2
+            step._shared.update(made)
+            raise RuntimeError("operation not permitted when stream is capturing")
+        out = plain(self, step, *args)
+        made.update({key: torch.zeros_like(own) for key, own in step._shared.items() if key[0] != "tail"})
+        return out
+
+    monkeypatch.setattr(OasisLayer, "_decode", refuses_capture)
+    model, ids = tiny("llama"), prompt(2, 100)
+    eager = decode(OasisCache(model, budget=64, graphs=False, **knobs), ids, graphs.WARM + 2)
+    cache = OasisCache(model, budget=64, **knobs)
+    tried = decode(cache, ids, graphs.WARM + 2)
+    assert cache.graphs.captures == 0 and "operation not permitted" in cache.graphs.refused
+    for one, other in zip(tried, eager):
+        torch.testing.assert_close(one.logits, other.logits, atol=0, rtol=0)
