@@ -39,12 +39,13 @@ class Shares:
             self.gains = torch.zeros((layers, rows, heads, most), device=device)
             self.caps = torch.zeros((layers, rows, heads), dtype=torch.int32, device=device)
             self.budget = torch.full((), blocks, dtype=torch.int64, device=device)
-            self._prices = torch.logspace(0, 1, PRICES, base=LEAST_PRICE, device=device)  # highest first
+            prices = torch.logspace(0, 1, PRICES, base=LEAST_PRICE, device=device)
+            self._negated = F.pad(prices.neg(), (1, 0), value=-torch.inf)  # first one that nothing is worth
         self.share_out()
 
     def share_out(self) -> None:
         """The next step's caps, from this step's gains."""
-        self.caps.copy_(shared_out(self.gains, self.budget, self._prices))
+        self.caps.copy_(shared_out(self.gains, self.budget, self._negated))
 
     def allow(self, blocks: int) -> None:
         """Another budget, at least one block, from the next sharing out on; the host waits for nothing."""
@@ -100,15 +101,16 @@ def _root(x: torch.Tensor) -> torch.Tensor:
     return x.double().sqrt().float()
 
 
-def shared_out(gains: torch.Tensor, budget: torch.Tensor, prices: torch.Tensor) -> torch.Tensor:
+def shared_out(gains: torch.Tensor, budget: torch.Tensor, negated: torch.Tensor) -> torch.Tensor:
     """Caps `[L, B, H]` int32 that sum to `budget` at most; no value is read back.
 
     Args:
-        gains: `[L, B, H, C]`, not negative, best first. budget: an int64 scalar. prices: `[n]`, highest first.
+        gains: `[L, B, H, C]`, not negative, best first. budget: an int64 scalar. negated: `[1 + n]`, prices below 0,
+            the highest price first, which is infinite.
     """
-    ordered, last = gains.flatten(0, 2).neg(), len(prices)
-    prices = F.pad(prices.neg(), (1, 0), value=-torch.inf).expand(len(ordered), -1)  # first one that nothing is worth
-    counts = torch.searchsorted(ordered, prices.contiguous(), right=True)  # of gains that are not below, [L*B*H, 1 + n]
+    ordered, last = gains.flatten(0, 2).neg(), len(negated) - 1
+    prices = negated.expand(len(ordered), -1).contiguous()
+    counts = torch.searchsorted(ordered, prices, right=True)  # of gains that are not below, [L*B*H, 1 + n]
     at = (counts.sum(0) <= budget).sum() - 1  # the lowest price at which it suffices; at all higher ones it does too
     caps = counts.gather(1, at.expand(len(counts), 1)).squeeze(1)
     below = counts.gather(1, (at + 1).clamp(max=last).expand(len(counts), 1)).squeeze(1) - caps
