@@ -200,7 +200,8 @@ def bars(shards: list[Row], model: str) -> list[Row]:
     for budget in budgets:
         for score in WHOLE:
             oasis = Setting("oasis", budget, score)
-            name = f"{oasis.label} at {budget}"
+            have = sum(oasis.key in shard["scores"] for shard in own)
+            name = f"{oasis.label} at {budget}" + f", {have} of {len(own)} tasks," * (have < len(own))
             if budget in (1040, 2064):
                 tell(f"{name} less dense", points(over_tasks(own, oasis)), -0.7 if budget == 2064 else -2.0)
             for mode in ("previous", "window"):

@@ -98,7 +98,10 @@ def accuracy(folder: Path) -> list[str]:
     at = sorted({(length, budget) for length, budget, _ in found if length != "all" and budget})
     labels = dict.fromkeys(label for _, budget, label in found if budget)
     dense = {length: found[length, 0, "dense"] for length in dict.fromkeys(length for length, _ in at)}
-    cells = {key: f"{100 * row['difference']:+.1f}" for key, row in found.items()}
+    fewer = {key: key[0] in dense and row["tasks"] < dense[key[0]]["tasks"] for key, row in found.items()}
+    cells = {
+        key: f"{100 * row['difference']:+.1f}" + f" ({row['tasks']})" * fewer[key] for key, row in found.items()
+    }  # fmt: skip
     rows = [[label, *(cells.get((*key, label), "") for key in at)] for label in labels]
     one, many = (overhead.lost(_read(folder, "overhead"), rows, "watch") for rows in (1, 44))
     scores = ", ".join(
@@ -110,7 +113,8 @@ def accuracy(folder: Path) -> list[str]:
         *tables.markdown([("", ["points", *(f"{length:,} tokens, {budget}" for length, budget in at)], rows)]),
         _wrapped(
             "Mean over tasks of long-context retrieval (SmolLM2 with `eval/adapter`) in which dense scores 60 to 95%: "
-            f"{scores}. Every mode attends to as many tokens; at least {shortest} samples a task on the mean so far. "
+            f"{scores}; in brackets, of how many where it is not all. Every mode attends to as many tokens; at least "
+            f"{shortest} samples a task on the mean so far. "
             f"Corrected: `{lane}`, which costs {one:.0%} of the tokens/s of one row and {many:.0%} of 44 "
             "rows' (`eval/overhead.py`)."
         ),
